@@ -1,0 +1,44 @@
+"""The latent mixture of experts: router, weighted sum over routed experts.
+
+Owns routing and combination. Where an expert's weights come from is the caller's business; the
+shared experts and the projections around the latent space are in `model.py`.
+Source: model specification §2.6.2.
+"""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .ops import Array, sigmoid, situ_mlp
+
+ExpertWeights = tuple[Array, Array, Array]  # w1 gate [F, L], w2 down [L, F], w3 up [F, L]
+FetchExperts = Callable[[NDArray[np.intp]], Iterable[tuple[int, ExpertWeights]]]
+
+
+def route_topk(x: Array, gate: Array, bias: Array, k: int, scaling: float) -> tuple[NDArray[np.intp], Array]:
+    """Choose k experts for each token and weigh them.
+
+    x [T, D] the full-width normed input; gate [E, D]; bias [E] takes part in the choice only.
+    Returns (ids [T, k] by falling biased score, equal scores by rising id; weights [T, k]).
+    """
+    scores = sigmoid(x @ gate.T)  # [T, E]
+    ids = np.argsort(-(scores + bias), axis=-1, kind="stable")[:, :k]
+    chosen = np.take_along_axis(scores, ids, axis=-1)
+    weights = chosen / (chosen.sum(axis=-1, keepdims=True) + x.dtype.type(1e-20)) * x.dtype.type(scaling)
+    return ids, weights
+
+
+def mix_experts(
+    x: Array, ids: NDArray[np.intp], weights: Array, fetch: FetchExperts, beta: float, linear_beta: float
+) -> Array:
+    """Weighted sum of the chosen experts' outputs, in the latent space.
+
+    x [T, L]; ids and weights [T, k] -> [T, L]. `fetch` yields (id, weights) once for each distinct id,
+    rising; each is applied to all its tokens, so a token's sum is always in the order of expert ids.
+    """
+    out = np.zeros_like(x)
+    for expert, (w1, w2, w3) in fetch(np.unique(ids)):
+        tokens, slots = np.nonzero(ids == expert)
+        out[tokens] += weights[tokens, slots, None] * situ_mlp(x[tokens], w1, w3, w2, beta, linear_beta)
+    return out

@@ -1,0 +1,93 @@
+"""What a sequence carries from one call to the next, and nothing else.
+
+KDA layers keep convolution windows and the recurrent state, MLA layers the latent cache. A forward
+pass returns the next state and leaves the one it was given as it was.
+Source: model specification §2.7 and §5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from k3mlx.config import ModelConfig
+
+from .ops import Array
+
+
+@dataclass(frozen=True)
+class KdaState:
+    """One KDA layer: windows [3, W-1, P] of q, k, v, oldest row first; state [H, D, D], key channel first."""
+
+    windows: Array
+    state: Array
+
+
+class _Rows:
+    """A growing buffer of rows shared by caches of different lengths; `used` is the longest of them."""
+
+    def __init__(self, rows: Array) -> None:
+        self.rows = rows
+        self.used = 0
+
+
+@dataclass(frozen=True)
+class LatentCache:
+    """One MLA layer: the first `length` rows [r+e] of a buffer, latent then extra part of each token.
+
+    Appending returns a longer cache. Rows that another cache can see are never overwritten: whoever
+    appends to a cache that is not the longest of its buffer gets a buffer of its own.
+    """
+
+    buffer: _Rows
+    length: int
+
+    @classmethod
+    def empty(cls, width: int, dtype: np.dtype) -> LatentCache:
+        return cls(_Rows(np.empty((0, width), dtype)), 0)
+
+    def rows(self) -> Array:
+        return self.buffer.rows[: self.length]
+
+    def append(self, new: Array) -> LatentCache:
+        buffer, length = self.buffer, self.length + len(new)
+        if buffer.used != self.length or length > len(buffer.rows):
+            capacity = max(256, length + length // 2)
+            buffer = _Rows(np.empty((capacity, new.shape[1]), new.dtype))
+            buffer.rows[: self.length] = self.rows()
+        buffer.rows[self.length : length] = new
+        buffer.used = length
+        return LatentCache(buffer, length)
+
+
+LayerState = KdaState | LatentCache
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of one sequence: a value, so a snapshot is a reference and a restore an assignment."""
+
+    layers: tuple[LayerState, ...]
+    length: int = 0
+
+    @classmethod
+    def empty(cls, config: ModelConfig, dtype: np.dtype) -> State:
+        """The state before the first token: zero windows, zero KDA state, no latents."""
+        heads, width = config.kda_num_heads, config.kda_head_dim
+        kda = KdaState(
+            np.zeros((3, config.short_conv_kernel_size - 1, config.kda_projection), dtype),
+            np.zeros((heads, width, width), dtype),
+        )
+        mla = LatentCache.empty(config.kv_lora_rank + config.qk_rope_head_dim, dtype)
+        return cls(tuple(kda if kind == "kda" else mla for kind in config.layer_kinds))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this state keeps alive (buffers counted at their capacity)."""
+        return sum(
+            layer.buffer.rows.nbytes
+            if isinstance(layer, LatentCache)
+            else layer.windows.nbytes + layer.state.nbytes
+            for layer in self.layers
+        )
