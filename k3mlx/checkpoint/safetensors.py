@@ -1,0 +1,174 @@
+"""Headers of safetensors files: where each tensor lies, without reading any.
+
+Nothing in a file is trusted: the header's length, its JSON and every offset are checked against the file
+itself. Does not know which tensors a model should have, and does not read their data.
+"""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from k3mlx.errors import ModelFilesError
+
+from .untrusted import parse_json, reason, shown, stat_file
+
+HEADER_MAX = 100_000_000  # bytes of JSON; the largest released header has 818,696
+NUMPY_DTYPES: dict[str, np.dtype] = {  # how the bits of each dtype appear in numpy; BF16 has no type there
+    "BF16": np.dtype("<u2"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "U8": np.dtype("u1"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+}
+ITEMSIZES = {name: dtype.itemsize for name, dtype in NUMPY_DTYPES.items()}
+
+_RANK_MAX = 8
+_INT_MAX = 1 << 62
+
+
+class TensorInfo(NamedTuple):
+    """One stored tensor: `nbytes` bytes at `offset` (absolute) of the file `path`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    nbytes: int
+
+
+class FileStamp(NamedTuple):
+    """What tells that a file is still the one that was looked at."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+class Header(NamedTuple):
+    """What a file's header says: tensors in the order of their data, metadata, and the file's stamp."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    stamp: FileStamp
+
+
+def read_header(path: str | Path, problems: list[str] | None = None) -> Header:
+    """Read and check the header of a safetensors file.
+
+    Raises ModelFilesError naming file, got and expected, a line each, for a header that cannot be used, for
+    tensors that overlap, leave a gap or do not have the bytes of their shape, and for a file that is shorter
+    or longer than its tensors. With a list `problems` the latter, which leave the header usable, are added to
+    it instead.
+    """
+    path = Path(path)
+    status = stat_file(path)
+    stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+    entries, data_start = _read_json(path, stamp.size)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise ModelFilesError(f"{path}: __metadata__ is {shown(metadata)}, expected a JSON object")
+    found: list[str] = [] if problems is None else problems
+    before = len(found)
+    tensors = _tensors(path, entries, data_start, found)
+    _check_layout(path, tensors, data_start, stamp.size, found)
+    if problems is None and len(found) > before:
+        raise ModelFilesError("\n".join(found[:10]))
+    return Header({t.name: t for t in tensors}, metadata, stamp)
+
+
+def _read_json(path: Path, size: int) -> tuple[dict[str, Any], int]:
+    try:
+        with open(path, "rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8:
+                raise ModelFilesError(
+                    f"{path}: truncated, {size} bytes, at least {8 - len(prefix)} are missing"
+                )
+            if length > HEADER_MAX:
+                raise ModelFilesError(f"{path}: header of {length} bytes, expected at most {HEADER_MAX}")
+            text = file.read(length)
+    except OSError as error:
+        raise ModelFilesError(f"{path}: cannot be read ({reason(error)})") from None
+    if len(text) < length:
+        raise ModelFilesError(
+            f"{path}: truncated in its header, at least {length - len(text)} bytes are missing"
+            f" ({8 + len(text)} present, the header alone needs {8 + length})"
+        )
+    entries = parse_json(text, f"{path}: header")
+    if not isinstance(entries, dict):
+        raise ModelFilesError(f"{path}: header is {shown(entries)}, expected a JSON object")
+    return entries, 8 + length
+
+
+def _tensors(path: Path, entries: dict[str, Any], data_start: int, problems: list[str]) -> list[TensorInfo]:
+    """The usable entries in the order of their data; each unusable one is a problem."""
+    tensors = []
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal shapes share one tuple: there may be 500,000
+    for name, entry in entries.items():
+        try:
+            dtype, dims, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            itemsize = ITEMSIZES[dtype]
+            shape = tuple(dims)
+            valid = type(start) is int and type(end) is int and 0 <= start <= end <= _INT_MAX
+            for n in shape:
+                valid = valid and type(n) is int and 0 <= n <= _INT_MAX
+        except (KeyError, TypeError, ValueError):
+            valid = False
+        if not valid or type(dims) is not list or len(shape) > _RANK_MAX:
+            problems.append(f"{path}: tensor {shown(name)} {_complaint(entry)}")
+            continue
+        nbytes = math.prod(shape) * itemsize
+        if end - start != nbytes:
+            problems.append(
+                f"{path}: tensor {shown(name)} has {end - start} bytes,"
+                f" expected {nbytes} for {dtype} {list(shape)}"
+            )
+            continue
+        tensors.append(
+            TensorInfo(name, dtype, shapes.setdefault(shape, shape), path, data_start + start, nbytes)
+        )
+    tensors.sort(key=_position)
+    return tensors
+
+
+def _position(tensor: TensorInfo) -> tuple[int, int]:
+    return tensor.offset, tensor.nbytes
+
+
+def _complaint(entry: Any) -> str:
+    dtype = entry.get("dtype") if isinstance(entry, dict) else None
+    if isinstance(dtype, str) and dtype not in ITEMSIZES:
+        return f"has dtype {shown(dtype)}, expected one of {', '.join(ITEMSIZES)}"
+    return f"is described as {shown(entry)}, expected dtype, shape and data_offsets [start, end]"
+
+
+def _check_layout(
+    path: Path, tensors: list[TensorInfo], data_start: int, size: int, problems: list[str]
+) -> None:
+    """Tensors must follow each other from the first data byte to the end of the file."""
+    end, last = data_start, "the header"
+    complete = not problems
+    for tensor in tensors:
+        if tensor.offset < end and tensor.nbytes:
+            problems.append(
+                f"{path}: tensor {shown(tensor.name)} overlaps {last}:"
+                f" starts at byte {tensor.offset}, expected {end}"
+            )
+        elif tensor.offset > end and complete:
+            problems.append(
+                f"{path}: {tensor.offset - end} bytes before tensor {shown(tensor.name)} belong to no tensor"
+                f" (it starts at byte {tensor.offset}, expected {end}; the file has {size})"
+            )
+        if tensor.offset + tensor.nbytes > end:
+            end, last = tensor.offset + tensor.nbytes, f"tensor {shown(tensor.name)}"
+    if end > size:
+        problems.append(f"{path}: truncated, {end - size} bytes are missing ({size} present, {end} expected)")
+    elif end < size and complete:
+        problems.append(f"{path}: {size - end} bytes after the last tensor ({size} present, {end} expected)")
