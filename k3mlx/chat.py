@@ -2,22 +2,29 @@
 
 Owns the order and the form of everything in a prompt: messages, reasoning, tool calls, tool results, the
 generation prompt. Never sees ids: markers are the only segments in which special names count, so text from a
-user, a tool or a model stays text. The sentences of protocol messages are in ``chat_protocol``; the way back,
-from the model's output, is ``channels``.
+user, a tool or a model stays text. Reading and checking messages is ``chat_turns``, the sentences of protocol
+messages are ``chat_protocol``, the way back from the model's output is ``channels``.
 Source: text specification §2.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from k3mlx import chat_json, markers
 from k3mlx import chat_protocol as protocol
 from k3mlx.chat_json import short
+from k3mlx.chat_turns import (
+    Call,
+    Message,
+    Turn,
+    dynamic_tools,
+    name_of,
+    read_turns,
+    reasoning_of,
+    results_in_order,
+)
 from k3mlx.errors import UsageError
 from k3mlx.tokenizer import check_text
-
-Message = Mapping[str, Any]
 
 
 class Segment(NamedTuple):
@@ -55,12 +62,12 @@ def render(
     Raises UsageError naming the message and the field. Source: text specification §2.
     """
     thinking, effort = protocol.thinking_mode(thinking, effort)
-    turns = _turns(messages)
+    turns = read_turns(messages)
     declared: set[str] = set()
     tools = protocol.check_tools(tools, "tools", strict=strict, seen=declared)
     has_tools = bool(tools)
     for turn in turns:
-        has_tools |= bool(_dynamic_tools(turn, strict, declared))
+        has_tools |= bool(dynamic_tools(turn, strict, declared))
     settings = [
         ("tool-choice", protocol.choice_body(tool_choice, strict=strict, has_tools=has_tools)),
         ("response-format", protocol.format_body(response_format, strict=strict)),
@@ -166,61 +173,10 @@ class _Writer:
             raise UsageError(f"{len(self._sizes)} image sizes were given for {self._images} image parts")
 
 
-class _Call(NamedTuple):
-    id: str  # empty if it has none
-    name: str
-    arguments: dict[str, Any] | str  # values by key, or the raw text of what is not JSON
-
-
-class _Turn(NamedTuple):
-    where: str  # the message's place, for errors
-    message: Message
-    calls: list[_Call]  # of an assistant message
-    called: str | None = None  # of a tool message: the function whose call it answers
-
-
-def _turns(messages: Any) -> list[_Turn]:
-    """The messages, shape and roles checked, ``developer`` turned into ``system``."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise UsageError(f"messages is {short(messages)}; expected a list of at least one message")
-    turns = []
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            raise UsageError(f"{where} is {short(message)}; expected an object with role and content")
-        role = message.get("role")
-        if role == "developer":
-            message = {**message, "role": "system"}
-        elif role not in ("system", "user", "assistant", "tool"):
-            raise UsageError(f"{where}.role is {short(role)}; expected system, user, assistant or tool")
-        if message.get("partial") and (role != "assistant" or index != len(messages) - 1):
-            raise UsageError(f"{where}.partial is set; expected only on a last message of the assistant")
-        turns.append(_Turn(where, message, _calls(message, where) if role == "assistant" else []))
-    return turns
-
-
-def _dynamic_tools(turn: _Turn, strict: bool, declared: set[str]) -> list[Any]:
-    """Tools that a system message adds in mid-conversation."""
-    where, message = turn.where, turn.message
-    given = message.get("tools")
-    if message["role"] != "system":
-        if given and strict:
-            raise UsageError(
-                f"{where}.tools is set on a message of the {message['role']}; expected role system"
-            )
-        return []
-    tools = protocol.check_tools(given, f"{where}.tools", strict=strict, seen=declared)
-    if tools and strict and message.get("content"):
-        raise UsageError(
-            f"{where} declares tools and has content; expected no content, as none would be shown"
-        )
-    return tools
-
-
-def _conversation(out: _Writer, turns: list[_Turn], strict: bool) -> None:
-    calls: list[_Call] = []  # of the last assistant message
+def _conversation(out: _Writer, turns: list[Turn], strict: bool) -> None:
+    calls: list[Call] = []  # of the last assistant message
     results = 0  # tool messages since
-    for turn in _with_results_in_order(turns, strict):
+    for turn in results_in_order(turns, strict):
         role = turn.message["role"]
         if role == "assistant":
             calls, results = turn.calls, 0
@@ -228,49 +184,17 @@ def _conversation(out: _Writer, turns: list[_Turn], strict: bool) -> None:
         elif role == "tool":
             results += 1
             _result(out, turn, results, calls)
-        elif turn.message.get("tools"):
+        elif role == "system" and turn.message.get("tools"):
             out.protocol("tool-declare", protocol.declaration(turn.message["tools"], dynamic=True))
         else:
-            out.open("message", role=role, name=_name(turn))
+            out.open("message", role=role, name=name_of(turn))
             out.content(turn.message.get("content"), f"{turn.where}.content")
             out.end_message()
 
 
-def _with_results_in_order(turns: list[_Turn], strict: bool) -> Iterator[_Turn]:
-    """The turns, each run of tool results in the order of the calls of the assistant message before it."""
-    calls: list[_Call] = []
-    for role, group in groupby(turns, key=lambda turn: turn.message["role"]):
-        run = list(group)
-        if role == "assistant":
-            calls = run[-1].calls
-        yield from _in_order(run, calls, strict) if role == "tool" else run
-
-
-def _in_order(run: list[_Turn], calls: list[_Call], strict: bool) -> list[_Turn]:
-    """A run of tool results sorted and named by the calls, or as it is if one of them answers no call."""
-    position: dict[str, int] = {}
-    for index, call in enumerate(calls):
-        position.setdefault(call.id, index)
-    answered = [position.get(id, -1) if (id := _result_id(turn, strict)) else -1 for turn in run]
-    if -1 in answered:
-        return run
-    named = [turn._replace(called=calls[index].name) for index, turn in zip(answered, run, strict=True)]
-    return [named[place] for place in sorted(range(len(run)), key=answered.__getitem__)]
-
-
-def _result_id(turn: _Turn, strict: bool) -> str:
-    value = turn.message.get("tool_call_id")
-    if strict and not value:
-        raise UsageError(f"{turn.where} has no tool_call_id; expected the id of the call it answers")
-    value = value or turn.message.get("id") or ""
-    if not isinstance(value, str):
-        raise UsageError(f"{turn.where}.tool_call_id is {short(value)}; expected a string")
-    return value
-
-
-def _result(out: _Writer, turn: _Turn, number: int, calls: list[_Call]) -> None:
+def _result(out: _Writer, turn: Turn, number: int, calls: list[Call]) -> None:
     """A tool message, ``number`` counting from 1 after the assistant message that made ``calls``."""
-    name = turn.called or turn.message.get("tool") or _name(turn)
+    name = turn.called or turn.message.get("tool") or name_of(turn)
     if not name and number <= len(calls):
         name = calls[number - 1].name
     if not isinstance(name, str):
@@ -280,11 +204,11 @@ def _result(out: _Writer, turn: _Turn, number: int, calls: list[_Call]) -> None:
     out.end_message()
 
 
-def _assistant(out: _Writer, turn: _Turn) -> None:
-    out.open("message", role="assistant", name=_name(turn))
+def _assistant(out: _Writer, turn: Turn) -> None:
+    out.open("message", role="assistant", name=name_of(turn))
     if out.thinking:
         out.open("think")
-        out.text(_reasoning(turn), f"{turn.where}.reasoning_content")
+        out.text(reasoning_of(turn), f"{turn.where}.reasoning_content")
         out.close("think")
     out.open("response")
     out.content(turn.message.get("content"), f"{turn.where}.content")
@@ -297,15 +221,15 @@ def _assistant(out: _Writer, turn: _Turn) -> None:
     out.end_message()
 
 
-def _open_assistant(out: _Writer, turn: _Turn) -> None:
+def _open_assistant(out: _Writer, turn: Turn) -> None:
     """An assistant message left open where its text stops: in the answer, else in the reasoning."""
     content = turn.message.get("content")
     if turn.calls:
         raise UsageError(f"{turn.where} is partial and has tool_calls; expected only text to be continued")
-    out.open("message", role="assistant", name=_name(turn))
+    out.open("message", role="assistant", name=name_of(turn))
     if out.thinking:
         out.open("think")
-        out.text(_reasoning(turn), f"{turn.where}.reasoning_content")
+        out.text(reasoning_of(turn), f"{turn.where}.reasoning_content")
         if not content:
             return
         out.close("think")
@@ -313,7 +237,7 @@ def _open_assistant(out: _Writer, turn: _Turn) -> None:
     out.content(content, f"{turn.where}.content")
 
 
-def _call(out: _Writer, call: _Call, index: int, where: str) -> None:
+def _call(out: _Writer, call: Call, index: int, where: str) -> None:
     out.open("call", tool=call.name, index=index)
     if isinstance(call.arguments, str):
         out.open("json", type="object")
@@ -328,62 +252,3 @@ def _call(out: _Writer, call: _Call, index: int, where: str) -> None:
             out.text(value if kind == "string" else chat_json.dump(value, where), where)
             out.close("argument")
     out.close("call")
-
-
-def _calls(message: Message, where: str) -> list[_Call]:
-    """The tool calls of an assistant message, checked."""
-    given = message.get("tool_calls")
-    if given is None:
-        return []
-    if not isinstance(given, list | tuple):
-        raise UsageError(f"{where}.tool_calls is {short(given)}; expected a list")
-    calls = []
-    for index, call in enumerate(given):
-        place = f"{where}.tool_calls[{index}]"
-        if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-            raise UsageError(f"{place} is {short(call)}; expected an object with id, type and function")
-        function = call["function"]
-        name = function.get("name")
-        if not isinstance(name, str) or not name:
-            raise UsageError(f"{place}.function.name is {short(name)}; expected a non-empty string")
-        if not isinstance(call.get("id"), str | None):
-            raise UsageError(f"{place}.id is {short(call['id'])}; expected a string")
-        arguments = _arguments(function.get("arguments"), f"{place}.function.arguments")
-        calls.append(_Call(call.get("id") or "", name, arguments))
-    return calls
-
-
-def _arguments(given: Any, where: str) -> dict[str, Any] | str:
-    """Values by key; the text itself if it is not JSON or its values have no text form; empty for nothing."""
-    if given is None or (isinstance(given, str) and not given.strip()):
-        return {}
-    if isinstance(given, Mapping):
-        return dict(given)
-    if not isinstance(given, str):
-        raise UsageError(f"{where} is {short(given)}; expected an object or a string of JSON")
-    try:
-        value = chat_json.parse(given)
-    except ValueError:
-        return given
-    if not isinstance(value, dict):
-        raise UsageError(f"{where} is {short(given)}; expected the JSON of an object")
-    try:
-        check_text(chat_json.dump(value, where), where)
-    except UsageError:  # an overflowing number, or half a surrogate pair written as an escape
-        return given
-    return value
-
-
-def _reasoning(turn: _Turn) -> str:
-    """What the assistant thought, empty if that is nothing but white space."""
-    text = turn.message.get("reasoning_content") or turn.message.get("reasoning") or ""
-    if not isinstance(text, str):
-        raise UsageError(f"{turn.where}.reasoning_content is {short(text)}; expected a string")
-    return text if text.strip() else ""
-
-
-def _name(turn: _Turn) -> str | None:
-    name = turn.message.get("name")
-    if not isinstance(name, str | None):
-        raise UsageError(f"{turn.where}.name is {short(name)}; expected a string")
-    return name or None
