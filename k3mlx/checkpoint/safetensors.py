@@ -51,9 +51,10 @@ class FileStamp(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file's header says: tensors in the order of their data, metadata, and the file's stamp."""
+    """What a file's header says: tensors in the order of their data, names of unusable entries, metadata."""
 
     tensors: dict[str, TensorInfo]
+    rejected: frozenset[str]
     metadata: dict[str, str]
     stamp: FileStamp
 
@@ -79,7 +80,10 @@ def read_header(path: str | Path, problems: list[str] | None = None) -> Header:
     _check_layout(path, tensors, data_start, stamp.size, found)
     if problems is None and len(found) > before:
         raise ModelFilesError("\n".join(found[:10]))
-    return Header({t.name: t for t in tensors}, metadata, stamp)
+    usable = {t.name: t for t in tensors}
+    rejected = frozenset(entries.keys() - usable.keys()) if len(usable) < len(entries) else frozenset()
+    texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
+    return Header(usable, rejected, texts, stamp)
 
 
 def _read_json(path: Path, size: int) -> tuple[dict[str, Any], int]:

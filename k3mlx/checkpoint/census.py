@@ -1,0 +1,222 @@
+"""Comparing the files of a snapshot with its index and its configuration before anything is computed.
+
+Every problem is found in one pass over the headers and told in one error. Reads no tensor data.
+"""
+
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from k3mlx.errors import ModelFilesError
+
+from . import names
+from .layout import Layout, check_link, find_layout
+from .safetensors import ITEMSIZES, FileStamp, Header, TensorInfo, read_header
+from .untrusted import shown
+
+if TYPE_CHECKING:
+    from k3mlx.config import ModelConfig
+
+LINES_MAX = 10
+
+_EXPERT = re.compile(r"model\.layers\.([0-9]+)\.block_sparse_moe\.experts\.([0-9]+)\.(.+)")
+
+
+class Census(NamedTuple):
+    """What a complete snapshot holds: the text model's tensors by name (prefix stripped), and its files."""
+
+    tensors: dict[str, TensorInfo]
+    stamps: dict[Path, FileStamp]
+    mxfp4: bool
+    notes: tuple[str, ...]
+
+
+def take_census(folder: Path, config: "ModelConfig") -> Census:
+    """Read every header in `folder` and check it against index and config.
+
+    Raises ModelFilesError with a line for each finding, at most 10 and then "and N more": missing shards (one
+    finding each) and truncated files with the bytes that are missing, damaged headers, tensors missing,
+    surplus, twice, misplaced, or of wrong shape or dtype.
+    """
+    count = _Count(find_layout(folder), config)
+    count.read_shards()
+    if count.findings or count.tensor_findings:
+        raise ModelFilesError(census_text(count.findings + count.tensor_findings))
+    skipped = [f"{number} tensors skipped: {why}" for why, number in sorted(count.skipped.items())]
+    return Census(count.tensors, count.stamps, count.expected.mxfp4, (*count.notes, *skipped))
+
+
+def census_text(findings: list[str]) -> str:
+    """The findings as the text of one error: ten lines, then how many more there are."""
+    more = [f"and {len(findings) - LINES_MAX} more"] if len(findings) > LINES_MAX else []
+    return "\n".join(findings[:LINES_MAX] + more)
+
+
+class _Expected:
+    """The tensors a configuration calls for, found by name without listing half a million of them."""
+
+    def __init__(self, config: "ModelConfig", mxfp4: bool) -> None:
+        self.mxfp4 = mxfp4
+        self._config = config
+        self._dense = {spec.name: spec for spec in names.dense_specs(config)}
+        self._parts = names.expert_parts(config, mxfp4)
+        self._layers = {str(n) for n in range(config.num_hidden_layers) if config.is_moe(n)}
+        self._experts = {str(n) for n in range(config.num_experts)}
+        self.count = len(self._dense) + len(self._layers) * len(self._experts) * len(self._parts)
+
+    def find(self, name: str) -> names.TensorSpec | None:
+        spec = self._dense.get(name)
+        if spec is None:
+            match = _EXPERT.fullmatch(name)
+            if match and match[1] in self._layers and match[2] in self._experts:
+                return self._parts.get(match[3])
+        return spec
+
+
+class _Count:
+    """The state of one census: findings about files, findings about tensors, and what is in order."""
+
+    def __init__(self, layout: Layout, config: "ModelConfig") -> None:
+        self.findings: list[str] = []
+        self.tensor_findings: list[str] = []
+        self.notes: list[str] = []
+        self.tensors: dict[str, TensorInfo] = {}
+        self.stamps: dict[Path, FileStamp] = {}
+        self.skipped: Counter[str] = Counter()
+        self._layout = layout
+        self._config = config
+        self._missing: list[str] = []  # shards that are not there
+        self._damaged: set[str] = set()  # shards without a usable header
+        self._rejected: set[str] = set()  # tensors whose entry in a header is already a finding
+        self._misplaced: list[TensorInfo] = []
+        self._present_bytes = 0
+        self.expected = self._expect(layout.weight_map)
+
+    def _expect(self, stored_names: "dict[str, str] | dict[str, TensorInfo]") -> _Expected:
+        return _Expected(self._config, any(name.endswith(".weight_packed") for name in stored_names))
+
+    def read_shards(self) -> None:
+        for shard, path in self._layout.shards.items():
+            header = self._header(shard, path)
+            if header is None:
+                continue
+            self.stamps[path] = header.stamp
+            if self._layout.index_path is None:
+                self.expected = self._expect(header.tensors)
+            for info in header.tensors.values():
+                self._place(shard, info)
+        self._report_missing_shards()
+        self._report_misplaced()
+        if not (self._layout.index_path is None and self._damaged):
+            self._report_missing_tensors()
+
+    def _header(self, shard: str, path: Path) -> Header | None:
+        try:
+            check_link(path.parent, path)
+            if not path.exists():
+                self._missing.append(shard)
+                return None
+            header = read_header(path, self.findings)
+        except ModelFilesError as error:
+            self.findings += str(error).splitlines()
+            self._damaged.add(shard)
+            return None
+        self._rejected |= {names.strip_prefix(name) for name in header.rejected}
+        return header
+
+    def _place(self, shard: str, info: TensorInfo) -> None:
+        """File one stored tensor under its name, or say what is wrong with it."""
+        self._present_bytes += info.nbytes
+        name = names.strip_prefix(info.name)
+        why = names.skip_reason(name, self._config.num_hidden_layers)
+        if why:
+            self.skipped[why] += 1
+            return
+        spec = self.expected.find(name)
+        if spec is None:
+            self._tell(info, "is surplus: the configuration calls for no such tensor")
+            return
+        earlier = self.tensors.get(name)
+        if earlier is not None:
+            self._tell(info, f"is also in {earlier.path.name}")
+            return
+        if self._layout.index_path is not None:
+            said = self._layout.weight_map.get(info.name)
+            if said is None:
+                self._tell(info, "is not in the index")
+            elif said != shard:
+                self._misplaced.append(info._replace(name=name))
+                return
+        if info.shape != spec.shape and info.shape != spec.short:
+            self._tell(info, f"has shape {list(info.shape)}, expected {list(spec.shape)}")
+        if info.dtype not in spec.dtypes:
+            self._tell(info, f"has dtype {info.dtype}, expected {' or '.join(spec.dtypes)}")
+        self.tensors[name] = info._replace(name=name)
+
+    def _tell(self, info: TensorInfo, what: str) -> None:
+        self.tensor_findings.append(f"{info.path}: tensor {shown(info.name)} {what}")
+
+    def _report_missing_shards(self) -> None:
+        """One finding each, with its bytes: exact where the index's total tells, else from the shapes."""
+        if not self._missing:
+            return
+        sizes = dict.fromkeys(self._missing, 0)
+        needed = dict.fromkeys(self._missing, False)
+        for stored, shard in self._layout.weight_map.items():
+            if shard in sizes:
+                name = names.strip_prefix(stored)
+                spec = self.expected.find(name)
+                sizes[shard] += math.prod(spec.shape) * ITEMSIZES[spec.dtypes[0]] if spec else 0
+                needed[shard] |= names.skip_reason(name, self._config.num_hidden_layers) is None
+        total = self._layout.total_size
+        left = total - self._present_bytes if total is not None and not self._damaged else None
+        if left is not None and len(sizes) == 1:
+            sizes = dict.fromkeys(sizes, left)
+        about = "" if left == sum(sizes.values()) else "about "
+        strays = self._strays()
+        for shard, size in sizes.items():
+            path = self._layout.shards[shard]
+            if needed[shard]:
+                self.findings.append(f"{path}: shard missing, {about}{size} bytes{strays}")
+                strays = ""
+            else:
+                self.notes.append(f"{shard} is absent; the text model needs nothing of it")
+
+    def _strays(self) -> str:
+        folder = next(iter(self._layout.shards.values())).parent
+        strays = sorted(p.name for p in folder.glob("*.safetensors") if p.name not in self._layout.shards)
+        return f" ({', '.join(map(shown, strays[:3]))} present but not in the index)" if strays else ""
+
+    def _report_misplaced(self) -> None:
+        for info in self._misplaced:
+            there = self.tensors.get(info.name)
+            if there is not None:
+                self._tell(info, f"is also in {there.path.name}")
+            else:
+                said = self._said(info.name)
+                self._tell(info, f"is here, but the index says {said}")
+                self._rejected.add(info.name)
+
+    def _said(self, name: str) -> str | None:
+        weight_map = self._layout.weight_map
+        return weight_map.get(names.PREFIX + name) or weight_map.get(name)
+
+    def _report_missing_tensors(self) -> None:
+        if len(self.tensors) == self.expected.count:
+            return
+        unread = self._damaged.union(self._missing)
+        place = self._layout.index_path or next(iter(self._layout.shards.values()))
+        for spec in names.tensor_specs(self._config, self.expected.mxfp4):
+            if spec.name in self.tensors or spec.name in self._rejected:
+                continue
+            shard = self._said(spec.name)
+            if shard in unread:
+                continue
+            size = math.prod(spec.shape) * ITEMSIZES[spec.dtypes[0]]
+            where = place if shard is None else self._layout.shards[shard]
+            self.tensor_findings.append(
+                f"{where}: tensor '{spec.name}' is missing, {spec.dtypes[0]} {list(spec.shape)}, {size} bytes"
+                + (" (the index names it here)" if shard else "")
+            )

@@ -1,0 +1,76 @@
+"""Where a model is: a local folder, a repository in the local Hugging Face cache, or the model that ships.
+
+Looks at names and folders only and never uses the network. Does not open the model.
+"""
+
+import re
+from pathlib import Path
+
+from k3mlx.errors import ModelFilesError
+
+from .untrusted import reason
+
+SHIPPED = "k3-nano"
+
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def resolve(model: str | Path | None = None) -> Path:
+    """The folder of a model: `model` itself if it exists, else the cached snapshot of that repository.
+
+    None is the small model that ships with the package. Raises ModelFilesError when there is no such folder,
+    when it is empty or has no config.json, and for a repository that is not in the cache, with the command
+    that downloads it.
+    """
+    if model is None:
+        return _checked(Path(__file__).parents[1] / "models" / SHIPPED, "reinstall k3mlx")
+    path = Path(model).expanduser()
+    if path.exists():
+        return _checked(path, "expected config.json, tiktoken.model and safetensors")
+    if isinstance(model, str) and _REPO_ID.fullmatch(model):
+        return _cached(model)
+    raise ModelFilesError(
+        f"{model}: model folder not found; expected a folder, or a repository like moonshotai/Kimi-K3"
+    )
+
+
+def _checked(folder: Path, advice: str) -> Path:
+    if not folder.exists():
+        raise ModelFilesError(f"{folder}: model folder not found; {advice}")
+    if not folder.is_dir():
+        raise ModelFilesError(f"{folder}: a file, expected the folder that holds config.json")
+    try:
+        empty = next(folder.iterdir(), None) is None
+    except OSError as error:
+        raise ModelFilesError(f"{folder}: cannot be read ({reason(error)})") from None
+    if empty:
+        raise ModelFilesError(f"{folder}: model folder is empty; {advice}")
+    if not (folder / "config.json").exists():
+        raise ModelFilesError(f"{folder}: no config.json in this folder; {advice}")
+    return folder
+
+
+def _cached(repo_id: str) -> Path:
+    """The snapshot that `main` names in the cache, or the only one there is."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # takes longer to import than `k3mlx --help` may
+
+    repo = Path(HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
+    download = f"download it with: hf download {repo_id}"
+    snapshots = repo / "snapshots"
+    try:
+        commit = (repo / "refs" / "main").read_text().strip()
+    except (OSError, ValueError):
+        commit = ""
+    if _COMMIT.fullmatch(commit) and (snapshots / commit).is_dir():
+        return _checked(snapshots / commit, download)
+    there = sorted(path for path in snapshots.glob("*") if path.is_dir())
+    if len(there) == 1:
+        return _checked(there[0], download)
+    if there:
+        raise ModelFilesError(
+            f"{repo}: {len(there)} snapshots and no main; give the folder of one, such as {there[0]}"
+        )
+    raise ModelFilesError(
+        f"{repo_id}: neither a folder here nor in the Hugging Face cache {HF_HUB_CACHE}; {download}"
+    )
