@@ -4,15 +4,25 @@ import time
 
 
 class Clock:
-    """Attributes wall time to the part entered last. One thread's clock; seconds by part name."""
+    """Attributes wall time to the part entered last. One thread's clock; seconds by part name.
+
+    Runs between `resume` and `pause`, so that time outside a forward pass belongs to nobody.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._part = "other"
-        self._since = time.perf_counter()
+        self.resume()
+
+    def resume(self) -> None:
+        """Start counting, in `other`."""
+        self._part, self._since = "other", time.perf_counter()
 
     def enter(self, part: str) -> None:
         """From now on, time belongs to `part`."""
         now = time.perf_counter()
         self.seconds[self._part] = self.seconds.get(self._part, 0.0) + now - self._since
         self._part, self._since = part, now
+
+    def pause(self) -> None:
+        """Stop counting."""
+        self.enter("other")

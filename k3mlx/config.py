@@ -128,9 +128,8 @@ class _Reader:
     def integer(self, field: str, low: int = 1, high: int = INT_MAX) -> int:
         value = self.values.get(field)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.reject(
-                field, f"an integer of at least {low}" + (f", at most {high}" if high < INT_MAX else "")
-            )
+            bound = f" and at most {high}" if high < INT_MAX else ""
+            raise self.reject(field, f"an integer of at least {low}{bound}")
         return value
 
     def positive(self, field: str) -> float:

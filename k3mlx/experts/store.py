@@ -80,8 +80,9 @@ class ExpertStore:
             self._cache.move_to_end(key)
             return self._cache[key]
         started = perf_counter()
-        tensors = self.checkpoint.expert_tensors(layer, expert)
-        raw = {part: self.checkpoint.raw(info.name) for part, info in tensors.items()}
+        raw: RawExpert = {}
+        for span in self.checkpoint.expert_spans(layer, expert):
+            raw |= self.checkpoint.read_span(span)
         size = sum(array.nbytes for array in raw.values())
         self.counters.misses += 1
         self.counters.bytes_read += size
@@ -99,7 +100,6 @@ class ExpertStore:
             self.counters.evictions += 1
 
     def _matrix(self, raw: RawExpert, matrix: str) -> np.ndarray:
-        packed = raw.get(f"{matrix}.weight_packed")
-        if packed is not None:
-            return decode(packed, raw[f"{matrix}.weight_scale"], self.dtype)
+        if self.checkpoint.mxfp4:
+            return decode(raw[f"{matrix}.weight_packed"], raw[f"{matrix}.weight_scale"], self.dtype)
         return self.checkpoint.widen(raw[f"{matrix}.weight"], self.dtype)

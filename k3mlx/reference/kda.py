@@ -7,7 +7,7 @@ channel first. Source: model specification §2.3 and §2.4.
 
 import numpy as np
 
-from .ops import Array, l2_norm, rms_norm, sigmoid, silu
+from .ops import Array, Probe, l2_norm, no_probe, rms_norm, sigmoid, silu
 
 CHUNK = 64  # tokens per chunk of the parallel form
 BLOCK = 16  # rows per sub-block: with g >= -5 no exponent of a sub-block leaves the range of float32
@@ -139,6 +139,7 @@ def kda_step(
     lower_bound: float,
     eps: float,
     l2_eps: float,
+    probe: Probe = no_probe,
 ) -> tuple[Array, Array, Array]:
     """Everything of a KDA layer between its input projections and its output projection.
 
@@ -154,10 +155,14 @@ def kda_step(
         *(short_conv(u, w, t) for u, w, t in zip((q, k, v), windows, taps, strict=True)), strict=True
     )
     q, k, v = (a.reshape(tokens, heads, width) for a in activated)
+    g = decay_gate(z.reshape(tokens, heads, width), A_log, dt_bias.reshape(heads, width), lower_bound)
+    beta = sigmoid(b)
+    for stage, array in (("q_conv", q), ("k_conv", k), ("v_conv", v), ("g", g), ("beta", beta)):
+        probe(stage, array)
     q = l2_norm(q, l2_eps) * q.dtype.type(width**-0.5)
     k = l2_norm(k, l2_eps)
-    g = decay_gate(z.reshape(tokens, heads, width), A_log, dt_bias.reshape(heads, width), lower_bound)
     recurrence = kda_recurrent if tokens < BLOCK else kda_chunk
-    o, state = recurrence(q, k, v, g, sigmoid(b), state)
+    o, state = recurrence(q, k, v, g, beta, state)
+    probe("o", o)
     y = rms_norm(o, o_norm, eps) * sigmoid(gate.reshape(tokens, heads, width))
     return y.reshape(tokens, heads * width), np.stack(new_windows), state

@@ -19,15 +19,9 @@ from .attn_res import attn_res_mix
 from .kda import kda_step
 from .mla import attend, split_kv_b
 from .moe import FetchExperts, mix_experts, route_topk
-from .ops import Array, rms_norm, sigmoid, situ_mlp
+from .ops import Array, Probe, no_probe, rms_norm, sigmoid, situ_mlp
 from .state import KdaState, LatentCache, LayerState, State
 from .weights import Weights, load_layer, load_outer
-
-Probe = Callable[[str, Array], None]
-
-
-def _no_probe(stage: str, array: Array) -> None:
-    """The probe of a run that nobody looks into."""
 
 
 @dataclass
@@ -39,7 +33,7 @@ class Hooks:
     """
 
     before_layer: Callable[[int], None] = lambda layer: None
-    probe: Probe = _no_probe
+    probe: Probe = no_probe
     clock: Clock = field(default_factory=Clock)
 
 
@@ -104,7 +98,7 @@ class ReferenceModel:
             if config.is_moe(layer):
                 y = self._moe(x, layer, weights.ffn, probe, hooks.clock)
             else:
-                y = self._mlp(x, weights.ffn)
+                y = self._mlp(x, weights.ffn, _prefixed(probe, "mlp."))
             probe("mlp", y)
             partial = partial + y
             probe("partial", partial)
@@ -136,6 +130,7 @@ class ReferenceModel:
             q, k, v, z, b, gate, old.windows, old.state,
             w["taps"], w["A_log"], w["dt_bias"], w["o_norm"],
             self.config.gate_lower_bound, self.config.rms_norm_eps, self.config.l2_norm_eps,
+            _prefixed(probe, "kda."),
         )  # fmt: skip
         probe("kda.windows", windows)
         probe("kda.state", state)
@@ -146,12 +141,13 @@ class ReferenceModel:
         """MLA on the normed input x [T, D] -> [T, D] and the layer's longer cache (§2.5)."""
         config = self.config
         heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
-        q = rms_norm(x @ w["q_a_proj"].T, w["q_a_layernorm"], config.mla_norm_eps) @ w["q_b_proj"].T
-        q = q.reshape(len(x), heads, config.qk_head_dim)
+        q_latent = rms_norm(x @ w["q_a_proj"].T, w["q_a_layernorm"], config.mla_norm_eps)
+        q = (q_latent @ w["q_b_proj"].T).reshape(len(x), heads, config.qk_head_dim)
         kv = x @ w["kv_a_proj_with_mqa"].T  # [T, r+e]
         latent = rms_norm(kv[:, :rank], w["kv_a_layernorm"], config.mla_norm_eps)
         cache = old.append(np.concatenate([latent, kv[:, rank:]], axis=1))
         rows = cache.rows()  # [S, r+e]
+        probe("mla.q_latent", q_latent)
         probe("mla.q", q)
         probe("mla.cache", rows)
         key_map, value_map = split_kv_b(w["kv_b_proj"], heads, nope)
@@ -164,7 +160,7 @@ class ReferenceModel:
         probe("mla.gated", y)
         return y @ w["o_proj"].T, cache
 
-    def _mlp(self, x: Array, w: Weights, prefix: str = "") -> Array:
+    def _mlp(self, x: Array, w: Weights, probe: Probe, prefix: str = "") -> Array:
         return situ_mlp(
             x,
             w[f"{prefix}gate_proj"],
@@ -172,6 +168,7 @@ class ReferenceModel:
             w[f"{prefix}down_proj"],
             self.config.activation_situ_beta,
             self.config.activation_situ_linear_beta,
+            probe,
         )
 
     def _moe(self, x: Array, layer: int, w: Weights, probe: Probe, clock: Clock) -> Array:
@@ -183,7 +180,7 @@ class ReferenceModel:
         )  # fmt: skip
         probe("moe.ids", ids)
         probe("moe.weights", scores)
-        shared = self._mlp(x, w, "shared_experts.")
+        shared = self._mlp(x, w, _prefixed(probe, "moe.shared."), "shared_experts.")
         latent = x @ w["routed_expert_down_proj"].T
         clock.enter("experts")
         mixed = mix_experts(
@@ -192,12 +189,12 @@ class ReferenceModel:
         )  # fmt: skip
         clock.enter("other")
         routed = rms_norm(mixed, w["routed_expert_norm"], config.rms_norm_eps)
-        probe("moe.latent", latent)
-        probe("moe.mixed", mixed)
-        probe("moe.norm", routed)
-        probe("moe.shared", shared)
-        return routed @ w["routed_expert_up_proj"].T + shared
+        up = routed @ w["routed_expert_up_proj"].T
+        stages = (("latent", latent), ("mixed", mixed), ("norm", routed), ("up", up), ("shared", shared))
+        for stage, array in stages:
+            probe(f"moe.{stage}", array)
+        return up + shared
 
 
 def _prefixed(probe: Probe, prefix: str) -> Probe:
-    return probe if probe is _no_probe else lambda stage, array: probe(prefix + stage, array)
+    return probe if probe is no_probe else lambda stage, array: probe(prefix + stage, array)

@@ -1,12 +1,20 @@
-"""Elementwise functions and norms shared by the parts of the reference model.
+"""Elementwise functions and norms shared by the parts of the reference model, and the probe type.
 
 Every function computes in the dtype of its first argument (float32 or float64). No weights, no state.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.floating]
+Probe = Callable[[str, NDArray[Any]], None]  # sees (stage, array) of every named intermediate
+
+
+def no_probe(stage: str, array: NDArray[Any]) -> None:
+    """The probe of a run that nobody looks into."""
 
 
 def sigmoid(x: Array) -> Array:
@@ -47,9 +55,22 @@ def softmax(scores: Array) -> Array:
     return weights
 
 
-def situ_mlp(x: Array, w_gate: Array, w_up: Array, w_down: Array, beta: float, linear_beta: float) -> Array:
+def situ_mlp(
+    x: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    beta: float,
+    linear_beta: float,
+    probe: Probe = no_probe,
+) -> Array:
     """SiTU(x W_gate^T, x W_up^T) W_down^T for the dense, shared and routed MLPs alike.
 
     x [T, in], w_gate and w_up [inner, in], w_down [out, inner] -> [T, out].
     """
-    return situ(x @ w_gate.T, x @ w_up.T, beta, linear_beta) @ w_down.T
+    gate, up = x @ w_gate.T, x @ w_up.T
+    activated = situ(gate, up, beta, linear_beta)
+    probe("gate", gate)
+    probe("up", up)
+    probe("activated", activated)
+    return activated @ w_down.T

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from k3mlx.config import ModelConfig
+from k3mlx.errors import UsageError
 
 from .ops import Array
 
@@ -91,3 +92,40 @@ class State:
             else layer.windows.nbytes + layer.state.nbytes
             for layer in self.layers
         )
+
+    def arrays(self) -> dict[str, Array]:
+        """Every array of the state by name: `0.windows`, `0.state`, `3.latents` and so on."""
+        named: dict[str, Array] = {}
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, LatentCache):
+                named[f"{number}.latents"] = layer.rows()
+            else:
+                named |= {f"{number}.windows": layer.windows, f"{number}.state": layer.state}
+        return named
+
+    @classmethod
+    def from_arrays(
+        cls, config: ModelConfig, dtype: np.dtype, arrays: dict[str, Array], length: int
+    ) -> State:
+        """The state after `length` tokens whose `arrays()` these are.
+
+        Raises UsageError if names, shapes or dtypes are not those of this model.
+        """
+        empty = cls.empty(config, dtype)
+        expected = {
+            name: (length, array.shape[1]) if name.endswith(".latents") else array.shape
+            for name, array in empty.arrays().items()
+        }
+        if {name: array.shape for name, array in arrays.items()} != expected or any(
+            array.dtype != dtype for array in arrays.values()
+        ):
+            raise UsageError(
+                "the saved state does not fit this model, backend and dtype; start a new session"
+            )
+        layers = tuple(
+            layer.append(arrays[f"{number}.latents"])
+            if isinstance(layer, LatentCache)
+            else KdaState(arrays[f"{number}.windows"], arrays[f"{number}.state"])
+            for number, layer in enumerate(empty.layers)
+        )
+        return cls(layers, length)

@@ -38,8 +38,7 @@ def load_outer(checkpoint: Checkpoint, dtype: np.dtype) -> Weights:
 def load_layer(checkpoint: Checkpoint, layer: int, dtype: np.dtype) -> LayerWeights:
     """One layer without its routed experts.
 
-    The three convolutions become one entry `taps` [3, P, W]; `A_log` is cut to its heads [H]; mixing
-    queries stored as [1, D] become [D].
+    The three convolutions become one entry `taps` [3, P, W]; mixing queries stored as [1, D] become [D].
     """
     groups: dict[str, Weights] = {"norms": {}, "self_attn": {}, "mlp": {}, "block_sparse_moe": {}}
     prefix = layer_prefix(layer)
@@ -52,7 +51,6 @@ def load_layer(checkpoint: Checkpoint, layer: int, dtype: np.dtype) -> LayerWeig
     if checkpoint.config.layer_kinds[layer] == "kda":
         streams = [attention.pop(f"{stream}_conv1d") for stream in "qkv"]  # each [P, 1, W]
         attention["taps"] = np.ascontiguousarray(np.stack(streams)[:, :, 0])
-        attention["A_log"] = attention["A_log"][: checkpoint.config.kda_num_heads]
     return LayerWeights(groups["norms"], attention, groups["mlp"] or groups["block_sparse_moe"])
 
 

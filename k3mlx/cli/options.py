@@ -1,0 +1,112 @@
+"""Flags that several commands share, and what they turn into. Names follow mlx_lm where it has one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from k3mlx.errors import UsageError
+
+if TYPE_CHECKING:
+    from k3mlx.engine import Engine
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which model, and how it runs."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model", help="folder or repo id in the local cache (default: the small K3 in the package)"
+    )
+    group.add_argument("--backend", choices=("auto", "numpy"), default="auto")
+    group.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
+    group.add_argument(
+        "--dtype", choices=("float32", "float64"), help="what is computed in (default: float32)"
+    )
+    group.add_argument(
+        "--expert-cache",
+        default="auto",
+        metavar="SIZE",
+        help="expert bytes kept in memory, e.g. 40GB (default: all read)",
+    )
+    group.add_argument(
+        "--prefill-step-size",
+        type=int,
+        default=512,
+        metavar="N",
+        help="prompt tokens per pass (default: 512)",
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """How tokens are drawn; unset values are the model's own, else temp 1.0 and top-p 0.95."""
+    group = parser.add_argument_group("sampling (default: the model's own, else temp 1.0, top-p 0.95)")
+    group.add_argument("--max-tokens", "-m", type=int, default=512, metavar="N", help="default: 512")
+    group.add_argument("--temp", type=float, help="0 is greedy")
+    group.add_argument("--top-p", type=float)
+    group.add_argument("--top-k", type=int, help="0 is all")
+    group.add_argument("--min-p", type=float)
+    group.add_argument("--seed", type=int)
+
+
+def open_engine(args: argparse.Namespace) -> Engine:
+    """Load the model that the flags name, and say on stderr what it runs on."""
+    from k3mlx.engine import load
+
+    engine = load(
+        args.model,
+        backend=args.backend,
+        device=args.device,
+        dtype=args.dtype,
+        expert_cache=args.expert_cache,
+        prefill_step_size=args.prefill_step_size,
+    )
+    parts = engine.backend.parts_report()
+    experts = next(part["format"] for part in parts if part["part"] == "experts")
+    config = engine.config
+    note(
+        f"{engine.folder.name}: {config.num_hidden_layers} layers, {config.num_experts} experts ({experts}),"
+        f" {engine.backend.name} {engine.backend.dtype} on {engine.backend.device}"
+    )
+    if args.verbose:
+        note(parts_table(parts))
+    return engine
+
+
+def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `stream_generate` from the sampling flags."""
+    return {name: getattr(args, name) for name in ("max_tokens", "temp", "top_p", "top_k", "min_p", "seed")}
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt of `--prompt`, or of standard input for `-` and for none when input is not a terminal.
+
+    Raises UsageError for no prompt or for bytes that are not UTF-8.
+    """
+    if prompt is None and sys.stdin.isatty():
+        raise UsageError("no prompt: give --prompt TEXT, or pipe text in")
+    if prompt not in (None, "-"):
+        return prompt or ""
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"standard input is not UTF-8: byte 0x{data[error.start]:02X} at offset {error.start};"
+            " convert it first"
+        ) from None
+
+
+def parts_table(parts: list[dict[str, Any]]) -> str:
+    """What runs where, a line a part."""
+    columns = ("part", "device", "kernel", "format", "calls", "failures", "fallbacks")
+    rows = [columns, *(tuple(str(part[column]) for column in columns) for part in parts)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def note(text: str) -> None:
+    """A line for the person at the terminal; never part of a command's output."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,287 @@
+"""A loaded model (Engine) and one timeline of tokens with its state (Session).
+
+Owns loading, the commit of states, counters and session files. Knows no HTTP, prints nothing, and
+leaves text and sampling to `generation.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from .backend import Backend, NumpyBackend
+from .checkpoint.hub import resolve
+from .checkpoint.safetensors import read_header
+from .checkpoint.snapshot import Checkpoint, read_tensor
+from .checkpoint.writer import write_safetensors
+from .clock import Clock
+from .config import ModelConfig
+from .errors import K3Error, ModelFilesError, ResourceError, UsageError
+from .memory import parse_size, peak_memory_bytes
+from .reference.model import Hooks
+from .tokenizer import Tokenizer
+
+PREFILL_STEP = 512  # prompt tokens per forward pass, unless asked otherwise
+
+
+class Cancelled(K3Error):
+    """The work was stopped between two layers on request; the session holds what was fed before."""
+
+
+def load(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    backend: str = "auto",
+    device: str = "auto",
+    dtype: str | None = None,
+    expert_cache: int | str = "auto",
+    prefill_step_size: int = PREFILL_STEP,
+) -> Engine:
+    """Open a Kimi K3 and load its dense weights.
+
+    model: a folder, a repo id in the Hugging Face cache, or None for the small model of the package.
+    backend: `numpy`, or `auto` for the best one present. device: `cpu` or `auto`.
+    dtype: what the dense parts compute in: `float32` (default) or `float64` on numpy.
+    expert_cache: bytes of expert payload kept in memory (`40GB`, or an integer); `auto` keeps all read.
+    prefill_step_size: prompt tokens per forward pass; the one setting here that may change the last bits.
+    Raises UsageError, ModelFilesError or ResourceError.
+    """
+    if backend not in ("auto", "numpy"):
+        raise UsageError(f"backend is {backend!r}, expected auto or numpy")
+    if device not in ("auto", "cpu"):
+        raise ResourceError(f"device {device!r} is not available on the numpy backend; use cpu or auto")
+    if prefill_step_size < 1:
+        raise UsageError(f"prefill_step_size is {prefill_step_size}, expected at least 1")
+    budget = None if expert_cache == "auto" else parse_size(expert_cache, "expert_cache")
+    folder = resolve(model)
+    checkpoint = Checkpoint.open(folder)
+    return Engine(folder, checkpoint, NumpyBackend(checkpoint, dtype or "float32", budget), prefill_step_size)
+
+
+@dataclass
+class Counters:
+    """What the engine has done since it was loaded."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    decode_steps: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+class Engine:
+    """A loaded model. Sessions of one engine share its weights and expert cache; one runs at a time."""
+
+    def __init__(
+        self, folder: Path, checkpoint: Checkpoint, backend: Backend, prefill_step_size: int
+    ) -> None:
+        self.folder = folder
+        self.backend = backend
+        self.prefill_step_size = prefill_step_size
+        self.counters = Counters()
+        self.clock = Clock()
+        self._checkpoint = checkpoint
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._checkpoint.config
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The vocabulary, read at the first operation on text. Raises ModelFilesError if it is not there."""
+        tokenizer = Tokenizer.load(self.folder)
+        if tokenizer.vocab_size > self.config.vocab_size:
+            raise ModelFilesError(
+                f"{self.folder / 'tiktoken.model'}: {tokenizer.vocab_size} ids with the special ones, expected"
+                f" at most {self.config.vocab_size}, vocab_size of config.json: files of different models"
+            )
+        return tokenizer
+
+    def session(self) -> Session:
+        """A new timeline without tokens."""
+        return Session(self)
+
+    def load_session(self, path: str | os.PathLike[str]) -> Session:
+        """The session that `Session.save` wrote, for the same model, backend and dtype.
+
+        Raises ModelFilesError for a damaged file, UsageError for one of another model.
+        """
+        header = read_header(Path(path))
+        if header.metadata.get("k3mlx.session") != self._identity():
+            raise UsageError(f"{path} was saved by another model, backend or dtype; start a new session")
+        arrays = {name: read_tensor(info) for name, info in header.tensors.items()}
+        ids = arrays.pop("ids").tolist()
+        session = Session(self)
+        session._commit(ids, self.backend.import_state(arrays, len(ids)))
+        return session
+
+    def report(self) -> dict[str, Any]:
+        """Counts and times since loading; byte counts are integers, times seconds."""
+        counters, seconds = self.counters, self.clock.seconds
+        experts = self.backend.experts_report()
+        wait = experts["wait_seconds"]
+        return {
+            "backend": self.backend.name,
+            "device": self.backend.device,
+            "dtype": self.backend.dtype,
+            "prompt_tokens": counters.prompt_tokens,
+            "generated_tokens": counters.generated_tokens,
+            "decode_steps": counters.decode_steps,
+            "seconds": {
+                "prefill": counters.prefill_seconds,
+                "decode": counters.decode_seconds,
+                "attention": seconds.get("attention", 0.0),
+                "experts": seconds.get("experts", 0.0) - wait,
+                "expert_wait": wait,
+                "head": seconds.get("head", 0.0),
+                "other": seconds.get("other", 0.0),
+            },
+            "peak_memory_bytes": peak_memory_bytes(),
+            "prefill_chunk": self.prefill_step_size,
+            "experts": experts,
+            "parts": self.backend.parts_report(),
+            "ranks": [],
+        }
+
+    def close(self) -> None:
+        """Release files and memory. Sessions of this engine cannot be fed any more."""
+        self.backend.close()
+        self._checkpoint.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _identity(self) -> str:
+        """What a session file must agree with: the model's numbers, the backend and its dtype."""
+        model = hashlib.sha256(repr(self.config).encode()).hexdigest()[:16]
+        return json.dumps(["1", model, self.backend.name, self.backend.dtype])
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A point of a session's timeline; holds the state by reference, so taking one copies nothing."""
+
+    ids: tuple[int, ...]
+    state: Any
+
+
+class Session:
+    """One timeline of tokens. A call that raises leaves it as it was before the pass that failed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._commit([], engine.backend.new_state())
+
+    @property
+    def ids(self) -> list[int]:
+        """What has been fed."""
+        return list(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def feed(
+        self,
+        ids: Sequence[int],
+        all_logits: bool = False,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> np.ndarray:
+        """Advance by `ids` and return logits, float32 `[vocab]` after the last id, or `[len(ids), vocab]`.
+
+        Runs `prefill_step_size` ids at a time. `should_stop` is asked between layers; when it says yes,
+        Cancelled is raised and the passes finished so far stay fed. Raises UsageError for ids out of
+        range or beyond the context, K3Error when the model computes NaN or infinity.
+        """
+        self._check(ids)
+        started = perf_counter()
+        decoding = len(ids) == 1 and bool(self._ids)
+        step = self.engine.prefill_step_size
+        rows = []
+        try:
+            for start in range(0, len(ids), step):
+                rows.append(self._pass(list(ids[start : start + step]), all_logits, should_stop))
+        finally:
+            counters, elapsed = self.engine.counters, perf_counter() - started
+            if decoding:
+                counters.decode_seconds += elapsed
+                counters.decode_steps += 1
+            else:
+                counters.prefill_seconds += elapsed
+                counters.prompt_tokens += len(ids)
+        return np.concatenate(rows) if all_logits else rows[-1]
+
+    def snapshot(self) -> Snapshot:
+        """The present point of the timeline, to come back to."""
+        return Snapshot(tuple(self._ids), self._state)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back (or over) to a snapshot of a session of the same engine."""
+        self._commit(list(snapshot.ids), snapshot.state)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write ids and state to one safetensors file, complete or not at all."""
+        arrays = self.engine.backend.export_state(self._state)
+        ids = np.array(self._ids, np.int64)
+        write_safetensors(path, {"ids": ids, **arrays}, {"k3mlx.session": self.engine._identity()})
+
+    def _commit(self, ids: list[int], state: Any) -> None:
+        self._ids, self._state = ids, state
+
+    def _pass(self, ids: list[int], all_logits: bool, should_stop: Callable[[], bool] | None) -> np.ndarray:
+        def before_layer(layer: int) -> None:
+            if should_stop is not None and should_stop():
+                raise Cancelled(f"stopped before layer {layer}")
+
+        engine = self.engine
+        hooks = Hooks(before_layer=before_layer, clock=engine.clock)
+        engine.clock.resume()
+        try:
+            logits, state = engine.backend.forward(ids, self._state, all_logits, hooks)
+        finally:
+            engine.clock.pause()
+        if not np.isfinite(logits).all():
+            raise K3Error(self._non_finite(ids))
+        self._commit(self._ids + ids, state)
+        return logits.astype(np.float32, copy=False)
+
+    def _check(self, ids: Sequence[int]) -> None:
+        config = self.engine.config
+        if len(ids) == 0:
+            raise UsageError("nothing to feed: expected at least one id")
+        for id in ids:
+            if not 0 <= id < config.vocab_size:
+                raise UsageError(f"token id {id} is out of range, expected 0 to {config.vocab_size - 1}")
+        if len(self._ids) + len(ids) > config.max_position_embeddings:
+            raise UsageError(
+                f"{len(self._ids) + len(ids)} tokens, expected at most {config.max_position_embeddings},"
+                " the context of this model: shorten the prompt"
+            )
+
+    def _non_finite(self, ids: list[int]) -> str:
+        """Run the failed pass again, watching every stage, and say where NaN or infinity first appears."""
+        first: list[str] = []
+
+        def probe(stage: str, array: np.ndarray) -> None:
+            if not first and not np.isfinite(array).all():
+                first.append(stage)
+
+        self.engine.backend.forward(ids, self._state, True, Hooks(probe=probe))
+        start = len(self._ids)
+        span = f"position {start}" if len(ids) == 1 else f"positions {start} to {start + len(ids) - 1}"
+        stage = first[0] if first else "none on a second run"
+        return (
+            f"logits are not finite at {span}; the first stage with NaN or infinity is {stage}:"
+            " the weights are damaged"
+        )
