@@ -111,13 +111,13 @@ def read_special_names(path: Path, first: int) -> tuple[dict[int, str], list[str
     names: dict[int, str] = {}
     for key, entry in added.items():
         content = entry.get("content") if isinstance(entry, dict) else None
-        named = isinstance(content, str) and content.isprintable() and content
-        if not named or not re.fullmatch(r"[0-9]{1,9}", key):
+        is_name = isinstance(content, str) and content and content.isprintable()
+        if not is_name or not re.fullmatch(r"[0-9]{1,9}", key):
             raise ModelFilesError(
                 f"{path}: added_tokens_decoder has {_excerpt(key.encode(errors='replace'))}; "
                 "expected decimal ids, each with a printable 'content'"
             )
-        names[int(key)] = content
+        names[int(key)] = str(content)
     conflict = _conflict(names, first)
     if conflict:
         return {}, [
