@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,7 +37,7 @@ class Cancelled(K3Error):
 
 
 def load(
-    model: str | os.PathLike[str] | None = None,
+    model: str | Path | None = None,
     *,
     backend: str = "auto",
     device: str = "auto",
@@ -110,7 +109,7 @@ class Engine:
         """A new timeline without tokens."""
         return Session(self)
 
-    def load_session(self, path: str | os.PathLike[str]) -> Session:
+    def load_session(self, path: str | Path) -> Session:
         """The session that `Session.save` wrote, for the same model, backend and dtype.
 
         Raises ModelFilesError for a damaged file, UsageError for one of another model.
@@ -230,7 +229,7 @@ class Session:
         """Go back (or over) to a snapshot of a session of the same engine."""
         self._commit(list(snapshot.ids), snapshot.state)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | Path) -> None:
         """Write ids and state to one safetensors file, complete or not at all."""
         arrays = self.engine.backend.export_state(self._state)
         ids = np.array(self._ids, np.int64)

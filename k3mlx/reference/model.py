@@ -82,6 +82,7 @@ class ReferenceModel:
             probe("attention_mix", h)
             probe("attention_norm", x)
             old = state.layers[layer]
+            new: LayerState
             if isinstance(old, KdaState):
                 a, new = self._kda(x, weights.attention, old, probe)
             else:
