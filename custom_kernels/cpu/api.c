@@ -1,0 +1,233 @@
+/* The functions that k3mlx/kernels/cpu.py calls: choice of the instruction set, products, the mixture of experts.
+ * Owns the division of work into tiles and the buffers of a call; tiles are in kernels.c, threads in pool.c. */
+#include "k3cpu.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef K3_SOURCE_ID
+#define K3_SOURCE_ID "unknown"
+#endif
+
+/* Digest of the sources this library was built from, for the loader to compare. */
+K3_EXPORT const char *k3_source_id(void) { return K3_SOURCE_ID; }
+
+/* The instruction set of that name, or NULL where it was not built or this CPU lacks it. */
+K3_EXPORT const k3_isa *k3_isa_named(const char *name) {
+    if (!strcmp(name, "portable")) return &k3_isa_portable;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!strcmp(name, "avx2"))
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")
+                   ? &k3_isa_avx2 : NULL;
+    if (!strcmp(name, "avx512"))
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
+                   ? &k3_isa_avx512 : NULL;
+#elif defined(__aarch64__)
+    if (!strcmp(name, "neon")) return &k3_isa_neon;
+#endif
+    return NULL;
+}
+
+/* A buffer that grows and is kept from call to call; guarded by the ownership of the pool. */
+typedef struct {
+    uint8_t *data;
+    size_t size;
+} buffer;
+
+enum { KEEP_BYTES = 8 << 20 }; /* larger buffers are given back at the end of a call */
+
+static buffer scratch[K3_MAX_THREADS], packed_buffer, inner_buffer, pointer_buffer;
+
+static void release(buffer *b) {
+    free(b->data);
+    b->data = NULL;
+    b->size = 0;
+}
+
+static void *reserve(buffer *b, size_t size) {
+    if (b->size >= size) return b->data;
+    release(b);
+    size = (size + K3_ALIGN - 1) / K3_ALIGN * K3_ALIGN;
+    if (posix_memalign((void **)&b->data, K3_ALIGN, size)) {
+        b->data = NULL;
+        return NULL;
+    }
+    b->size = size;
+    return b->data;
+}
+
+/* Enter the pool with scratch memory for every thread. Returns 0 or -1 (no memory; the pool is left). */
+static int enter(const k3_isa *isa, int threads) {
+    int count = k3_pool_enter(threads);
+    size_t tiles = 2 * K3_TOKENS * K3_ROWS * sizeof(float);
+    for (int i = 0; i < count; i++)
+        if (!reserve(&scratch[i], tiles + (size_t)isa->scratch_bytes)) {
+            k3_pool_leave();
+            return -1;
+        }
+    return 0;
+}
+
+static int leave(int result) {
+    buffer *buffers[] = {&packed_buffer, &inner_buffer, &pointer_buffer};
+    for (int i = 0; i < 3; i++)
+        if (buffers[i]->size > KEEP_BYTES) release(buffers[i]);
+    k3_pool_leave();
+    return result;
+}
+
+static float *tile_buffer(int thread, int which) {
+    return (float *)scratch[thread].data + which * K3_TOKENS * K3_ROWS;
+}
+static uint8_t *tile_scratch(int thread) { return (uint8_t *)tile_buffer(thread, 2); }
+
+static int64_t at_most(int64_t value, int64_t limit) { return value < limit ? value : limit; }
+static int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+/* -- packing ---------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const k3_isa *isa;
+    int format;
+    const float *x;
+    int64_t cols, x_stride;
+    float *packed; /* [tokens, k3_padded(cols)] */
+} pack_job;
+
+static void pack_token(void *context, int64_t token, int thread) {
+    const pack_job *job = context;
+    (void)thread;
+    job->isa->pack(job->format, job->x + token * job->x_stride, job->cols, job->packed + token * k3_padded(job->cols));
+}
+
+/* x [tokens, cols] in the order of `format`, and a pointer to each row; NULL without memory. */
+static const float **pack_all(const k3_isa *isa, int format, const float *x, int64_t x_stride, int64_t tokens,
+                              int64_t cols) {
+    float *packed = reserve(&packed_buffer, (size_t)(tokens * k3_padded(cols)) * sizeof(float));
+    const float **rows = reserve(&pointer_buffer, (size_t)tokens * sizeof(float *));
+    if (!packed || !rows) return NULL;
+    pack_job job = {isa, format, x, cols, x_stride, packed};
+    if (tokens < 8)
+        for (int64_t t = 0; t < tokens; t++) pack_token(&job, t, 0);
+    else
+        k3_run(pack_token, &job, tokens);
+    for (int64_t t = 0; t < tokens; t++) rows[t] = packed + t * k3_padded(cols);
+    return rows;
+}
+
+/* -- one matrix ------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const k3_isa *isa;
+    const k3_matrix *m;
+    const float *const *x;
+    int64_t tokens, row_blocks;
+    float *out;
+    int64_t out_stride;
+} product_job;
+
+static void product_tile(void *context, int64_t item, int thread) {
+    const product_job *job = context;
+    int64_t t0 = item / job->row_blocks * K3_TOKENS, row0 = item % job->row_blocks * K3_ROWS;
+    int tokens = (int)at_most(job->tokens - t0, K3_TOKENS), rows = (int)at_most(job->m->rows - row0, K3_ROWS);
+    float *y = tile_buffer(thread, 0);
+    job->isa->tile(job->m, row0, rows, job->x + t0, tokens, y, tile_scratch(thread));
+    for (int t = 0; t < tokens; t++)
+        memcpy(job->out + (t0 + t) * job->out_stride + row0, y + t * K3_ROWS, (size_t)rows * sizeof(float));
+}
+
+/* out[t] = m x[t]; x [tokens, m->cols], out [tokens, m->rows], strides in floats. Returns 0, or -1 without memory. */
+K3_EXPORT int k3_matmul(const k3_isa *isa, int threads, const k3_matrix *m, const float *x, int64_t x_stride,
+                        int64_t tokens, float *out, int64_t out_stride) {
+    if (enter(isa, threads)) return -1;
+    const float **rows = pack_all(isa, m->format, x, x_stride, tokens, m->cols);
+    if (!rows) return leave(-1);
+    int64_t row_blocks = blocks_of(m->rows, K3_ROWS);
+    product_job job = {isa, m, rows, tokens, row_blocks, out, out_stride};
+    k3_run(product_tile, &job, row_blocks * blocks_of(tokens, K3_TOKENS));
+    return leave(0);
+}
+
+/* -- experts ---------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const k3_isa *isa;
+    const k3_matrix *matrices; /* [experts, 3]: w1 gate, w2 down, w3 up */
+    int64_t experts, inner_padded, inner_blocks;
+    const int64_t *start, *token; /* expert e has pairs start[e]..start[e + 1] - 1 of (token, weight) */
+    const float *weight;
+    const float **x;     /* [pairs] packed inputs */
+    const float **inner; /* [pairs] packed SiTU values, the inputs of w2 */
+    float *out;
+    int64_t out_stride;
+    float beta, linear_beta;
+} experts_job;
+
+static void inner_tile(void *context, int64_t item, int thread) {
+    const experts_job *job = context;
+    int64_t expert = item / job->inner_blocks, row0 = item % job->inner_blocks * K3_ROWS;
+    const k3_matrix *w = job->matrices + 3 * expert;
+    int rows = (int)at_most(w[0].rows - row0, K3_ROWS);
+    float *gate = tile_buffer(thread, 0), *up = tile_buffer(thread, 1);
+    for (int64_t pair = job->start[expert]; pair < job->start[expert + 1]; pair += K3_TOKENS) {
+        int tokens = (int)at_most(job->start[expert + 1] - pair, K3_TOKENS);
+        job->isa->tile(&w[0], row0, rows, job->x + pair, tokens, gate, tile_scratch(thread));
+        job->isa->tile(&w[2], row0, rows, job->x + pair, tokens, up, tile_scratch(thread));
+        for (int t = 0; t < tokens; t++) {
+            float *inner = (float *)job->inner[pair + t];
+            job->isa->situ(gate + t * K3_ROWS, up + t * K3_ROWS, rows, job->beta, job->linear_beta);
+            for (int r = 0; r < rows; r++) {
+                int64_t column = row0 + r, within = column % K3_PAD;
+                inner[column - within + job->isa->position(w[1].format, within)] = gate[t * K3_ROWS + r];
+            }
+        }
+    }
+}
+
+static void outer_tile(void *context, int64_t item, int thread) {
+    const experts_job *job = context;
+    int64_t row0 = item * K3_ROWS;
+    int rows = (int)at_most(job->matrices[1].rows - row0, K3_ROWS);
+    float *y = tile_buffer(thread, 0);
+    for (int64_t expert = 0; expert < job->experts; expert++)
+        for (int64_t pair = job->start[expert]; pair < job->start[expert + 1]; pair += K3_TOKENS) {
+            int tokens = (int)at_most(job->start[expert + 1] - pair, K3_TOKENS);
+            job->isa->tile(&job->matrices[3 * expert + 1], row0, rows, job->inner + pair, tokens, y,
+                           tile_scratch(thread));
+            for (int t = 0; t < tokens; t++) {
+                float *out = job->out + job->token[pair + t] * job->out_stride + row0;
+                for (int r = 0; r < rows; r++) out[r] += job->weight[pair + t] * y[t * K3_ROWS + r];
+            }
+        }
+}
+
+/* out[token] += weight * w2 SiTU(w1 x[token], w3 x[token]) for each pair, experts in the given order; all experts
+ * have the shapes and formats of the first. Returns 0, or -1 without memory (out is untouched). */
+K3_EXPORT int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *matrices, int64_t experts,
+                             const int64_t *start, const int64_t *token, const float *weight, const float *x,
+                             int64_t x_stride, int64_t tokens, float beta, float linear_beta, float *out,
+                             int64_t out_stride) {
+    int64_t pairs = start[experts], cols = matrices[0].cols;
+    int64_t inner_cols = matrices[1].cols, inner_padded = k3_padded(inner_cols);
+    if (pairs == 0) return 0;
+    if (enter(isa, threads)) return -1;
+    if (!reserve(&pointer_buffer, (size_t)(tokens + 2 * pairs) * sizeof(float *))) return leave(-1);
+    const float **rows = pack_all(isa, matrices[0].format, x, x_stride, tokens, cols);
+    float *inner = reserve(&inner_buffer, (size_t)(pairs * inner_padded) * sizeof(float));
+    if (!rows || !inner) return leave(-1);
+    const float **pair_x = rows + tokens, **pair_inner = pair_x + pairs;
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        float *row = inner + pair * inner_padded;
+        if (inner_padded > inner_cols) memset(row + inner_padded - K3_PAD, 0, K3_PAD * sizeof(float));
+        pair_x[pair] = rows[token[pair]];
+        pair_inner[pair] = row;
+    }
+    experts_job job = {isa,    matrices,   experts, inner_padded, blocks_of(inner_cols, K3_ROWS),
+                       start,  token,      weight,  pair_x,       pair_inner,
+                       out,    out_stride, beta,    linear_beta};
+    k3_run(inner_tile, &job, experts * job.inner_blocks);
+    k3_run(outer_tile, &job, blocks_of(matrices[1].rows, K3_ROWS));
+    return leave(0);
+}

@@ -1,0 +1,67 @@
+/* The C interface of the CPU kernels, shared by api.c (entry points), pool.c (threads) and kernels.c, which is
+ * compiled once for each instruction set. Launchers (k3mlx/kernels/cpu.py) validate; everything here assumes.
+ * The Python side mirrors k3_matrix field by field. */
+#ifndef K3CPU_H
+#define K3CPU_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define K3_EXPORT __attribute__((visibility("default")))
+
+enum k3_format { K3_MXFP4 = 0, K3_Q4 = 1, K3_Q8 = 2, K3_BF16 = 3, K3_F16 = 4, K3_F32 = 5 };
+enum k3_scale { K3_SCALE_F32 = 0, K3_SCALE_BF16 = 1, K3_SCALE_F16 = 2 };
+
+/* A matrix [rows, cols] as stored, multiplied as x W^T. Nothing is assumed aligned. */
+typedef struct {
+    const uint8_t *weight; /* row r starts at weight + r * row_bytes */
+    const uint8_t *scale;  /* MXFP4: e8m0 bytes; Q4, Q8: numbers of scale_type; row r at scale + r * scale_bytes */
+    const uint8_t *bias;   /* Q4, Q8: as scale */
+    int64_t rows, cols;
+    int64_t row_bytes, scale_bytes;
+    int32_t format, group, scale_type, unused;
+} k3_matrix;
+
+enum {
+    K3_ROWS = 32,   /* rows of a tile: the unit of work of a thread */
+    K3_TOKENS = 48, /* tokens of a tile */
+    K3_DEPTH = 512, /* columns decoded at a time for several tokens */
+    K3_PAD = 128,   /* packed activations are padded with zeros to a multiple of this */
+    K3_ALIGN = 64
+};
+
+static inline int64_t k3_padded(int64_t cols) { return (cols + K3_PAD - 1) / K3_PAD * K3_PAD; }
+
+/* What one instruction set provides. */
+typedef struct {
+    const char *name;
+    int64_t scratch_bytes; /* working memory of `tile`, per thread */
+    /* x [cols] into the order in which `format` is decoded, zero up to the padded length */
+    void (*pack)(int format, const float *x, int64_t cols, float *packed);
+    /* packed position of column c, within its block of K3_PAD, for formats that reorder */
+    int64_t (*position)(int format, int64_t c);
+    /* y[t * K3_ROWS + i] = row (row0 + i) of m . x[t]; rows <= K3_ROWS, tokens <= K3_TOKENS, x packed.
+     * The bits of an element depend on its row and its x only. */
+    void (*tile)(const k3_matrix *m, int64_t row0, int rows, const float *const *x, int tokens, float *y,
+                 uint8_t *scratch);
+    /* gate[i] = SiTU(gate[i], up[i]), model specification 2.6.1 */
+    void (*situ)(float *gate, const float *up, int64_t n, float beta, float linear_beta);
+} k3_isa;
+
+extern const k3_isa k3_isa_portable;
+#if defined(__x86_64__)
+extern const k3_isa k3_isa_avx2, k3_isa_avx512;
+#elif defined(__aarch64__)
+extern const k3_isa k3_isa_neon;
+#endif
+
+/* The pool. Between enter and leave the caller owns it (other callers wait); enter makes it `threads` strong, the
+ * caller included, and returns how many there are. k3_run calls work(context, item, thread) for every item in
+ * 0..items-1, thread below that number, and returns when all are done. */
+enum { K3_MAX_THREADS = 256 };
+typedef void (*k3_work)(void *context, int64_t item, int thread);
+int k3_pool_enter(int threads);
+void k3_run(k3_work work, void *context, int64_t items);
+void k3_pool_leave(void);
+
+#endif

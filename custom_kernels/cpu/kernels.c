@@ -1,0 +1,302 @@
+/* The products, once for each instruction set: K3_ISA_* says which vec_*.h gives the vectors.
+ *
+ * The order of every sum is fixed: lane l of a row's accumulator adds its products in rising unit order by fused
+ * multiply-add, the lanes are added at the end. A tile for one token and a tile for many do the same, so that the
+ * bits of an element depend neither on threads nor on how many tokens are computed together. */
+#include "k3cpu.h"
+
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float float_of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+INLINE uint32_t bits_of_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+INLINE uint16_t load_u16(const uint8_t *p) {
+    uint16_t value;
+    memcpy(&value, p, sizeof value);
+    return value;
+}
+/* IEEE half to float: subnormals through an exact product with 2^-24. */
+INLINE float float_of_half(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 1023;
+    uint32_t normal = (exponent + (exponent == 31 ? 224 : 112)) << 23 | mantissa << 13;
+    uint32_t small = bits_of_float((float)(int32_t)mantissa * 0x1p-24f);
+    return float_of_bits(sign | (exponent ? normal : small));
+}
+
+#if defined(K3_ISA_AVX512)
+#include "vec_avx512.h"
+#elif defined(K3_ISA_AVX2)
+#include "vec_avx2.h"
+#elif defined(K3_ISA_NEON)
+#include "vec_neon.h"
+#else
+#include "vec_portable.h"
+#endif
+
+#include "situ.h"
+
+enum { UNIT_VECTORS = UNIT / VL, GROUPS = K3_DEPTH / 32 + 4, ONE_DEPTH = 4096, ONE_GROUPS = ONE_DEPTH / 32 + 4 };
+enum { TILE_ROWS = (K3_ROWS + MR - 1) / MR * MR }; /* rows of the decoded tile; those beyond K3_ROWS are zero */
+
+/* Twice the e2m1 values: integers, and with scales of 2^(s - 130) no decoded weight leaves the range of float32 at
+ * either end. The product is multiplied by MXFP4_FACTOR when it is stored. */
+static const float mxfp4_codes[16] = {0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12};
+static const float integers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#define MXFP4_FACTOR 4.0f
+
+/* Bits of a weight; a unit has UNIT * bits / 8 bytes. */
+INLINE int weight_bits(const int format) {
+    return format <= K3_Q4 ? 4 : format == K3_Q8 ? 8 : format == K3_F32 ? 32 : 16;
+}
+
+INLINE int group_shift(const int format, const k3_matrix *m) {
+    return format == K3_MXFP4 || m->group == 32 ? 5 : m->group == 64 ? 6 : 7;
+}
+
+/* Scales first..first+count-1 of a row as floats, zeros behind them up to `room`. */
+INLINE void widen(const int format, int type, const uint8_t *row, int64_t first, int64_t count, int room,
+                  float *out) {
+    if (format == K3_MXFP4) {
+        const uint8_t *p = row + first;
+        for (int64_t i = 0; i < count; i++) {
+            uint32_t bits = (uint32_t)p[i] << 23;
+            bits |= p[i] == 0 || p[i] == 255 ? 0x00400000u : 0; /* the subnormal 2^-127 and NaN */
+            out[i] = float_of_bits(bits) * 0.125f;
+        }
+    } else if (type == K3_SCALE_F32) {
+        memcpy(out, row + 4 * first, (size_t)(4 * count));
+    } else {
+        const uint8_t *p = row + 2 * first;
+        if (type == K3_SCALE_BF16)
+            for (int64_t i = 0; i < count; i++) out[i] = float_of_bits((uint32_t)load_u16(p + 2 * i) << 16);
+        else
+            for (int64_t i = 0; i < count; i++) out[i] = float_of_half(load_u16(p + 2 * i));
+    }
+    for (int64_t i = count; i < room; i++) out[i] = 0;
+}
+
+/* Weights of the unit at p; s and b point at the scales of the unit's first group. */
+INLINE void decode_unit(const int format, const uint8_t *p, const float *s, const float *b, int shift, vtable table,
+                        vf *w) {
+    if (format == K3_MXFP4) v_mxfp4(p, s, table, w);
+    if (format == K3_Q4) v_q4(p, s, b, shift, table, w);
+    if (format == K3_Q8) v_q8(p, s, b, shift, w);
+    for (int i = 0; i < UNIT_VECTORS; i++) {
+        if (format == K3_BF16) w[i] = v_bf16(p + 2 * VL * i);
+        if (format == K3_F16) w[i] = v_f16(p + 2 * VL * i);
+        if (format == K3_F32) w[i] = v_f32(p + 4 * VL * i);
+    }
+}
+
+/* The last unit of a row where the row ends inside it: its bytes, then zeros. */
+INLINE const uint8_t *last_unit(const int format, const uint8_t *p, int64_t columns, uint8_t *copy) {
+    memset(copy, 0, UNIT * 4);
+    memcpy(copy, p, (size_t)(columns * weight_bits(format) / 8));
+    return copy;
+}
+
+/* R rows times one token, decoded into registers. */
+INLINE void rows_one(const int format, const int R, const k3_matrix *m, int64_t row0, const float *x, float *y) {
+    const int bytes = UNIT * weight_bits(format) / 8, scaled = format <= K3_Q8, shift = group_shift(format, m);
+    const vtable table = v_table(format == K3_MXFP4 ? mxfp4_codes : integers);
+    float s[MR1][ONE_GROUPS], b[MR1][ONE_GROUPS];
+    uint8_t copy[UNIT * 4];
+    vf sum[MR1];
+    for (int r = 0; r < R; r++) sum[r] = v_zero();
+    for (int64_t c0 = 0; c0 < m->cols; c0 += ONE_DEPTH) {
+        int64_t columns = m->cols - c0 < ONE_DEPTH ? m->cols - c0 : ONE_DEPTH, full = columns / UNIT;
+        const uint8_t *p[MR1];
+        for (int r = 0; r < R; r++) {
+            p[r] = m->weight + (row0 + r) * m->row_bytes + c0 * weight_bits(format) / 8;
+            if (!scaled) continue;
+            int64_t groups = columns >> shift;
+            widen(format, m->scale_type, m->scale + (row0 + r) * m->scale_bytes, c0 >> shift, groups,
+                  (int)groups + 4, s[r]);
+            if (format != K3_MXFP4)
+                widen(format, m->scale_type, m->bias + (row0 + r) * m->scale_bytes, c0 >> shift, groups,
+                      (int)groups + 4, b[r]);
+        }
+        const float *xc = x + c0;
+        for (int64_t u = 0; u < full; u++, xc += UNIT) {
+            int64_t g = u * UNIT >> shift;
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                vf w[UNIT_VECTORS];
+                decode_unit(format, p[r] + u * bytes, s[r] + g, b[r] + g, shift, table, w);
+                for (int i = 0; i < UNIT_VECTORS; i++) sum[r] = v_fma(w[i], v_load(xc + VL * i), sum[r]);
+            }
+        }
+        if (columns % UNIT) {
+            int64_t g = full * UNIT >> shift;
+            for (int r = 0; r < R; r++) {
+                vf w[UNIT_VECTORS];
+                const uint8_t *last = last_unit(format, p[r] + full * bytes, columns % UNIT, copy);
+                decode_unit(format, last, s[r] + g, b[r] + g, shift, table, w);
+                for (int i = 0; i < UNIT_VECTORS; i++) sum[r] = v_fma(w[i], v_load(xc + VL * i), sum[r]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++) y[r] = v_sum(sum[r]);
+}
+
+/* Columns c0..c0+columns-1 of a row as floats, zeros up to a whole unit. */
+INLINE void decode_row(const int format, const k3_matrix *m, int64_t row, int64_t c0, int64_t columns, float *out) {
+    const int bytes = UNIT * weight_bits(format) / 8, scaled = format <= K3_Q8, shift = group_shift(format, m);
+    const vtable table = v_table(format == K3_MXFP4 ? mxfp4_codes : integers);
+    float s[GROUPS], b[GROUPS];
+    uint8_t copy[UNIT * 4];
+    if (scaled) {
+        widen(format, m->scale_type, m->scale + row * m->scale_bytes, c0 >> shift, columns >> shift, GROUPS, s);
+        if (format != K3_MXFP4)
+            widen(format, m->scale_type, m->bias + row * m->scale_bytes, c0 >> shift, columns >> shift, GROUPS, b);
+    }
+    const uint8_t *p = m->weight + row * m->row_bytes + c0 * weight_bits(format) / 8;
+    for (int64_t c = 0; c < columns; c += UNIT, p += bytes, out += UNIT) {
+        vf w[UNIT_VECTORS];
+        const uint8_t *from = columns - c < UNIT ? last_unit(format, p, columns - c, copy) : p;
+        decode_unit(format, from, s + (c >> shift), b + (c >> shift), shift, table, w);
+        for (int i = 0; i < UNIT_VECTORS; i++) v_store(out + VL * i, w[i]);
+    }
+}
+
+/* sum[t][r] += w[r] . x[t] over `columns` columns; MR decoded rows, N tokens, all sums in registers. */
+INLINE void block(const int N, const float *w, const float *const *x, int64_t c0, int64_t columns, float *sums) {
+    vf sum[NT][MR];
+#pragma GCC unroll 8
+    for (int t = 0; t < N; t++)
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; r++) sum[t][r] = v_load(sums + (t * TILE_ROWS + r) * VL);
+    const float *xt[NT];
+#pragma GCC unroll 8
+    for (int t = 0; t < N; t++) xt[t] = x[t] + c0;
+    for (int64_t c = 0; c < columns; c += VL) {
+        vf wr[MR];
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; r++) wr[r] = v_load(w + r * K3_DEPTH + c);
+#pragma GCC unroll 8
+        for (int t = 0; t < N; t++) {
+            vf xv = v_load(xt[t] + c);
+#pragma GCC unroll 8
+            for (int r = 0; r < MR; r++) sum[t][r] = v_fma(wr[r], xv, sum[t][r]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < N; t++)
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; r++) v_store(sums + (t * TILE_ROWS + r) * VL, sum[t][r]);
+}
+
+typedef void (*block_function)(const float *w, const float *const *x, int64_t c0, int64_t columns, float *sums);
+#define BLOCK(N)                                                                                                   \
+    static void block_##N(const float *w, const float *const *x, int64_t c0, int64_t columns, float *sums) {       \
+        block(N, w, x, c0, columns, sums);                                                                         \
+    }
+BLOCK(1)
+BLOCK(2)
+BLOCK(3)
+BLOCK(4)
+#if defined(K3_ISA_AVX512) || defined(K3_ISA_NEON)
+BLOCK(5)
+#endif
+#if defined(K3_ISA_AVX512)
+BLOCK(6)
+#endif
+static const block_function blocks[] = {
+    block_1, block_2, block_3, block_4,
+#if defined(K3_ISA_AVX512) || defined(K3_ISA_NEON)
+    block_5,
+#endif
+#if defined(K3_ISA_AVX512)
+    block_6,
+#endif
+};
+
+INLINE void tile_many(const int format, const k3_matrix *m, int64_t row0, int rows, const float *const *x, int tokens,
+                      float *y, uint8_t *scratch) {
+    float *w = (float *)scratch;            /* [TILE_ROWS, K3_DEPTH] */
+    float *sums = w + TILE_ROWS * K3_DEPTH; /* [K3_TOKENS, TILE_ROWS, VL] */
+    int row_blocks = (rows + MR - 1) / MR, panels = (tokens + NT - 1) / NT;
+    memset(sums, 0, (size_t)tokens * TILE_ROWS * VL * sizeof(float));
+    for (int r = rows; r < row_blocks * MR; r++) memset(w + r * K3_DEPTH, 0, K3_DEPTH * sizeof(float));
+    for (int64_t c0 = 0; c0 < m->cols; c0 += K3_DEPTH) {
+        int64_t columns = m->cols - c0 < K3_DEPTH ? m->cols - c0 : K3_DEPTH;
+        for (int r = 0; r < rows; r++) decode_row(format, m, row0 + r, c0, columns, w + r * K3_DEPTH);
+        for (int panel = 0; panel < panels; panel++) {
+            int t0 = tokens * panel / panels, t1 = tokens * (panel + 1) / panels;
+            for (int r = 0; r < row_blocks; r++)
+                blocks[t1 - t0 - 1](w + r * MR * K3_DEPTH, x + t0, c0, columns, sums + (t0 * TILE_ROWS + r * MR) * VL);
+        }
+    }
+    for (int t = 0; t < tokens; t++)
+        for (int r = 0; r < rows; r++) y[t * K3_ROWS + r] = v_sum(v_load(sums + (t * TILE_ROWS + r) * VL));
+}
+
+INLINE void tile_format(const int format, const k3_matrix *m, int64_t row0, int rows, const float *const *x,
+                        int tokens, float *y, uint8_t *scratch) {
+    if (tokens == 1) {
+        int r = 0;
+        for (; r + MR1 <= rows; r += MR1) rows_one(format, MR1, m, row0 + r, x[0], y + r);
+        for (; r < rows; r++) rows_one(format, 1, m, row0 + r, x[0], y + r);
+    } else {
+        tile_many(format, m, row0, rows, x, tokens, y, scratch);
+    }
+    if (format == K3_MXFP4)
+        for (int t = 0; t < tokens; t++)
+            for (int r = 0; r < rows; r++) y[t * K3_ROWS + r] *= MXFP4_FACTOR;
+}
+
+#define TILE(name, format)                                                                                         \
+    static __attribute__((noinline)) void name(const k3_matrix *m, int64_t row0, int rows, const float *const *x,   \
+                                               int tokens, float *y, uint8_t *scratch) {                           \
+        tile_format(format, m, row0, rows, x, tokens, y, scratch);                                                 \
+    }
+TILE(tile_mxfp4, K3_MXFP4)
+TILE(tile_q4, K3_Q4)
+TILE(tile_q8, K3_Q8)
+TILE(tile_bf16, K3_BF16)
+TILE(tile_f16, K3_F16)
+TILE(tile_f32, K3_F32)
+
+static void tile(const k3_matrix *m, int64_t row0, int rows, const float *const *x, int tokens, float *y,
+                 uint8_t *scratch) {
+    switch (m->format) {
+    case K3_MXFP4: tile_mxfp4(m, row0, rows, x, tokens, y, scratch); break;
+    case K3_Q4: tile_q4(m, row0, rows, x, tokens, y, scratch); break;
+    case K3_Q8: tile_q8(m, row0, rows, x, tokens, y, scratch); break;
+    case K3_BF16: tile_bf16(m, row0, rows, x, tokens, y, scratch); break;
+    case K3_F16: tile_f16(m, row0, rows, x, tokens, y, scratch); break;
+    default: tile_f32(m, row0, rows, x, tokens, y, scratch);
+    }
+}
+
+static int64_t position(int format, int64_t c) { return REORDERS && format <= K3_Q4 ? v_position(c) : c; }
+
+static void pack(int format, const float *x, int64_t cols, float *packed) {
+    int64_t padded = k3_padded(cols);
+    if (!(REORDERS && format <= K3_Q4)) {
+        memcpy(packed, x, (size_t)cols * sizeof(float));
+        memset(packed + cols, 0, (size_t)(padded - cols) * sizeof(float));
+        return;
+    }
+    for (int64_t c0 = 0; c0 < padded; c0 += K3_PAD)
+        for (int64_t c = 0; c < K3_PAD; c++) packed[c0 + v_position(c)] = c0 + c < cols ? x[c0 + c] : 0;
+}
+
+static void situ(float *gate, const float *up, int64_t n, float beta, float linear_beta) {
+    for (int64_t i = 0; i < n; i++) gate[i] = situ_one(gate[i], up[i], beta, linear_beta);
+}
+
+const k3_isa ISA_SYMBOL = {
+    ISA_NAME,
+    (TILE_ROWS * K3_DEPTH + K3_TOKENS * TILE_ROWS * VL) * (int64_t)sizeof(float),
+    pack, position, tile, situ,
+};

@@ -1,0 +1,35 @@
+// What the kernels of this folder share. Every launcher passes this text as `header`, so it stands
+// at global scope, after Metal's own names (or after k3_cuda.h, which supplies them on CUDA).
+// ASCII only; every name starts with k3_, because the set of global names around it grows.
+
+// Logistic function. For very negative x the exponential is infinite and the quotient 0, as it should be.
+inline float k3_sigmoid(float x) {
+  return 1.0f / (1.0f + metal::precise::exp(-x));
+}
+
+// x * sigmoid(x); written as a quotient so that no product of infinity and 0 can arise.
+inline float k3_silu(float x) {
+  return x / (1.0f + metal::precise::exp(-x));
+}
+
+// Reciprocal root with both steps correctly rounded where the hardware does so.
+inline float k3_inverse_root(float x) {
+  return 1.0f / metal::precise::sqrt(x);
+}
+
+// Sample s of the sequence (window rows, then new rows) of one channel. `rows` counts the window's rows.
+template <typename Window, typename Rows>
+inline float k3_sample(Window window, Rows fresh, int s, int rows, int stride) {
+  return s < rows ? float(window[s * stride]) : float(fresh[(s - rows) * stride]);
+}
+
+// Causal depthwise convolution of one channel at new row t; tap 0 meets the oldest sample.
+template <int WIDTH, typename Window, typename Rows, typename Taps>
+inline float k3_short_conv(Window window, Rows fresh, Taps taps, int t, int stride) {
+  float sum = 0.0f;
+  #pragma unroll
+  for (int tap = 0; tap < WIDTH; ++tap) {
+    sum += k3_sample(window, fresh, t + tap, WIDTH - 1, stride) * float(taps[tap]);
+  }
+  return sum;
+}
