@@ -3,6 +3,7 @@
 Looks at names and folders only and never uses the network. Does not open the model.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -25,8 +26,8 @@ def resolve(model: str | Path | None = None) -> Path:
     """
     if model is None:
         return _checked(Path(__file__).parents[1] / "models" / SHIPPED, "reinstall k3mlx")
-    path = Path(model).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(model))
+    if os.path.exists(path):
         return _checked(path, "expected config.json, tiktoken.model and safetensors")
     if isinstance(model, str) and _REPO_ID.fullmatch(model):
         return _cached(model)
@@ -36,9 +37,9 @@ def resolve(model: str | Path | None = None) -> Path:
 
 
 def _checked(folder: Path, advice: str) -> Path:
-    if not folder.exists():
+    if not os.path.exists(folder):
         raise ModelFilesError(f"{folder}: model folder not found; {advice}")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ModelFilesError(f"{folder}: a file, expected the folder that holds config.json")
     try:
         empty = next(folder.iterdir(), None) is None
@@ -46,7 +47,7 @@ def _checked(folder: Path, advice: str) -> Path:
         raise ModelFilesError(f"{folder}: cannot be read ({reason(error)})") from None
     if empty:
         raise ModelFilesError(f"{folder}: model folder is empty; {advice}")
-    if not (folder / "config.json").exists():
+    if not os.path.exists(folder / "config.json"):
         raise ModelFilesError(f"{folder}: no config.json in this folder; {advice}")
     return folder
 
@@ -62,9 +63,9 @@ def _cached(repo_id: str) -> Path:
         commit = (repo / "refs" / "main").read_text().strip()
     except (OSError, ValueError):
         commit = ""
-    if _COMMIT.fullmatch(commit) and (snapshots / commit).is_dir():
+    if _COMMIT.fullmatch(commit) and os.path.isdir(snapshots / commit):
         return _checked(snapshots / commit, download)
-    there = sorted(path for path in snapshots.glob("*") if path.is_dir())
+    there = sorted(path for path in snapshots.glob("*") if os.path.isdir(path))
     if len(there) == 1:
         return _checked(there[0], download)
     if there:

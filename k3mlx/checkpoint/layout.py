@@ -4,6 +4,7 @@ A symbolic link may point into the folder itself or, in a Hugging Face cache, in
 repository. Does not open the shards.
 """
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,14 +28,15 @@ class Layout(NamedTuple):
 
 def find_layout(folder: Path) -> Layout:
     """Find the files of a snapshot. Raises ModelFilesError if there are none or the index cannot be used."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ModelFilesError(f"{folder}: model folder not found; expected a folder with safetensors in it")
     index = folder / INDEX_NAME
-    if index.exists() or index.is_symlink():
+    if os.path.lexists(index):
         check_link(folder, index)
         return _read_index(folder, index)
     single = folder / SINGLE_NAME
-    if single.exists() or single.is_symlink():
+    if os.path.lexists(single):
+        check_link(folder, single)
         stat_file(single)
         return Layout({SINGLE_NAME: single}, None, {}, None)
     present = len(list(folder.glob("*.safetensors")))
@@ -46,7 +48,7 @@ def find_layout(folder: Path) -> Layout:
 
 def check_link(folder: Path, path: Path) -> None:
     """Raise ModelFilesError if `path`, a name in `folder`, leads out of the snapshot."""
-    if not path.is_symlink():
+    if not os.path.islink(path):
         return
     try:
         root, target = folder.resolve(), path.resolve()

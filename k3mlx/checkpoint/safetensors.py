@@ -5,6 +5,7 @@ itself. Does not know which tensors a model should have, and does not read their
 """
 
 import math
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,12 +139,8 @@ def _tensors(path: Path, entries: dict[str, Any], data_start: int, problems: lis
         tensors.append(
             TensorInfo(name, dtype, shapes.setdefault(shape, shape), path, data_start + start, nbytes)
         )
-    tensors.sort(key=_position)
+    tensors.sort(key=attrgetter("offset", "nbytes"))
     return tensors
-
-
-def _position(tensor: TensorInfo) -> tuple[int, int]:
-    return tensor.offset, tensor.nbytes
 
 
 def _complaint(entry: Any) -> str:
@@ -157,12 +154,12 @@ def _check_layout(
     path: Path, tensors: list[TensorInfo], data_start: int, size: int, problems: list[str]
 ) -> None:
     """Tensors must follow each other from the first data byte to the end of the file."""
-    end, last = data_start, "the header"
+    end, last = data_start, ""
     complete = not problems
     for tensor in tensors:
         if tensor.offset < end and tensor.nbytes:
             problems.append(
-                f"{path}: tensor {shown(tensor.name)} overlaps {last}:"
+                f"{path}: tensor {shown(tensor.name)} overlaps {shown(last)}:"
                 f" starts at byte {tensor.offset}, expected {end}"
             )
         elif tensor.offset > end and complete:
@@ -171,7 +168,7 @@ def _check_layout(
                 f" (it starts at byte {tensor.offset}, expected {end}; the file has {size})"
             )
         if tensor.offset + tensor.nbytes > end:
-            end, last = tensor.offset + tensor.nbytes, f"tensor {shown(tensor.name)}"
+            end, last = tensor.offset + tensor.nbytes, tensor.name
     if end > size:
         problems.append(f"{path}: truncated, {end - size} bytes are missing ({size} present, {end} expected)")
     elif end < size and complete:

@@ -14,6 +14,10 @@ _REPR.maxstring = _REPR.maxother = 120
 _REPR.maxlong = 40
 
 
+class FileMissingError(ModelFilesError):
+    """A file that should be there is not."""
+
+
 def shown(value: Any) -> str:
     """A value from a file as it may appear in a message: short, printable, quoted if it is text."""
     return _REPR.repr(value)
@@ -34,7 +38,7 @@ def stat_file(path: Path) -> os.stat_result:
     try:
         status = path.stat()
     except FileNotFoundError:
-        raise ModelFilesError(f"{path}: file not found") from None
+        raise FileMissingError(f"{path}: file not found") from None
     except (OSError, ValueError) as error:
         raise ModelFilesError(f"{path}: cannot be looked at ({reason(error)})") from None
     if not stat.S_ISREG(status.st_mode):
