@@ -105,7 +105,8 @@ def stream_generate(
         segments = render(turns, tools=tools, thinking=thinking, effort=effort)
         prompt_ids = engine.tokenizer.encode_segments(segments)
         reader = _ChatReader(engine.tokenizer, start_mode(segments))
-    return _run(engine, session or engine.session(), prompt_ids, reader, sampler, max_tokens, should_stop)
+    session = engine.session() if session is None else session  # an empty session is falsy
+    return _run(engine, session, prompt_ids, reader, sampler, max_tokens, should_stop)
 
 
 def complete(engine: Engine, prompt: str | None = None, **options: Any) -> Completion:
