@@ -12,6 +12,9 @@
 /* Digest of the sources this library was built from, for the loader to compare. */
 K3_EXPORT const char *k3_source_id(void) { return K3_SOURCE_ID; }
 
+/* Size of k3_matrix, for the loader to compare. */
+K3_EXPORT int k3_matrix_size(void) { return (int)sizeof(k3_matrix); }
+
 /* The instruction set of that name, or NULL where it was not built or this CPU lacks it. */
 K3_EXPORT const k3_isa *k3_isa_named(const char *name) {
     if (!strcmp(name, "portable")) return &k3_isa_portable;
@@ -155,7 +158,7 @@ K3_EXPORT int k3_matmul(const k3_isa *isa, int threads, const k3_matrix *m, cons
 typedef struct {
     const k3_isa *isa;
     const k3_matrix *matrices; /* [experts, 3]: w1 gate, w2 down, w3 up */
-    int64_t experts, inner_padded, inner_blocks;
+    int64_t experts, inner_blocks;
     const int64_t *start, *token; /* expert e has pairs start[e]..start[e + 1] - 1 of (token, weight) */
     const float *weight;
     const float **x;     /* [pairs] packed inputs */
@@ -224,7 +227,7 @@ K3_EXPORT int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *ma
         pair_x[pair] = rows[token[pair]];
         pair_inner[pair] = row;
     }
-    experts_job job = {isa,    matrices,   experts, inner_padded, blocks_of(inner_cols, K3_ROWS),
+    experts_job job = {isa,    matrices,   experts, blocks_of(inner_cols, K3_ROWS),
                        start,  token,      weight,  pair_x,       pair_inner,
                        out,    out_stride, beta,    linear_beta};
     k3_run(inner_tile, &job, experts * job.inner_blocks);

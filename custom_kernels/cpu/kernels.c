@@ -230,6 +230,7 @@ INLINE void tile_many(const int format, const k3_matrix *m, int64_t row0, int ro
     for (int64_t c0 = 0; c0 < m->cols; c0 += K3_DEPTH) {
         int64_t columns = m->cols - c0 < K3_DEPTH ? m->cols - c0 : K3_DEPTH;
         for (int r = 0; r < rows; r++) decode_row(format, m, row0 + r, c0, columns, w + r * K3_DEPTH);
+        columns = (columns + UNIT - 1) / UNIT * UNIT;
         for (int panel = 0; panel < panels; panel++) {
             int t0 = tokens * panel / panels, t1 = tokens * (panel + 1) / panels;
             for (int r = 0; r < row_blocks; r++)

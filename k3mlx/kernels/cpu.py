@@ -1,0 +1,262 @@
+"""Launchers of the CPU kernels in C: load the library, check arguments, call, refuse damaged weights.
+
+Owns the choice of instruction set and threads and everything that the C code assumes. The C code is in
+custom_kernels/cpu, its compilation in `cpu_build.py`, its check on this machine in `cpu_verify.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ModelFilesError, ResourceError, UsageError
+from . import cpu_build
+from .cpu_matrix import RECORD, Matrix, stack_experts
+
+ISA_NAMES = ("avx512", "avx2", "neon", "portable")  # best first
+INNER_BYTES = 32 << 20  # SiTU values of one call of experts_mix; more pairs than fit run in several calls
+_SCALE_NAN = 255
+
+F32 = NDArray[np.float32]
+Sextuple = tuple[NDArray, NDArray, NDArray, NDArray, NDArray, NDArray]
+Triple = tuple[Matrix, Matrix, Matrix]
+
+
+def default_threads() -> int:
+    """`OMP_NUM_THREADS`, else the performance cores (macOS), else the cores this process may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    if sys.platform == "darwin":
+        for key in ("hw.perflevel0.physicalcpu", "hw.physicalcpu"):
+            answer = subprocess.run(["/usr/sbin/sysctl", "-n", key], capture_output=True, text=True, check=False)
+            if answer.returncode == 0 and answer.stdout.strip().isdigit():
+                return max(1, int(answer.stdout))
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_isas() -> list[str]:
+    """The instruction sets that the library has and this CPU can run, best first. Raises ResourceError."""
+    library = _library()
+    return [name for name in ISA_NAMES if library.k3_isa_named(name.encode())]
+
+
+@dataclass(frozen=True)
+class CpuKernels:
+    """The kernels for one instruction set and number of threads; results depend on neither the number of
+    threads nor how tokens are grouped into calls. Make one with `load_cpu_kernels`. Calls from several
+    Python threads take turns."""
+
+    isa: str
+    threads: int
+    _handle: int
+
+    def matmul(self, x: F32, matrix: Matrix, out: F32 | None = None) -> F32:
+        """x W^T with float32 accumulation: x [..., in] float32, matrix [out, in] -> [..., out] float32.
+
+        `out`, if given, is C-contiguous and overwritten. Raises UsageError for arguments that do not fit and
+        ModelFilesError for an MXFP4 scale byte 255.
+        """
+        rows, cols = matrix.shape
+        if x.dtype != np.float32 or x.ndim < 1 or x.shape[-1] != cols:
+            raise UsageError(f"x is {x.dtype}{x.shape}; expected float32 [..., {cols}] for a matrix {matrix.shape}")
+        shape = (*x.shape[:-1], rows)
+        if out is None:
+            out = np.empty(shape, np.float32)
+        else:
+            _check_out(out, shape)
+        x = np.require(x, np.float32, ["C", "A"])
+        tokens = x.size // cols
+        if out.size:
+            _succeeded(
+                _library().k3_matmul(
+                    *(self._handle, self.threads, matrix.record.ctypes.data),
+                    *(_address(x), cols, tokens, _address(out), rows),
+                )
+            )
+            if matrix.is_mxfp4 and not np.isfinite(out).all():
+                _refuse_nan_scales([matrix.arrays[1]], ["scale"])
+        return out
+
+    def experts_mix(
+        self,
+        x: F32,
+        experts: Sequence[Sextuple] | Sequence[Triple],
+        tokens: Sequence[NDArray[np.integer]],
+        weights: Sequence[NDArray[np.floating]],
+        beta: float,
+        linear_beta: float,
+        out: F32 | None = None,
+    ) -> F32:
+        """Weighted sum of gated MLPs: out[t] += weight * SiTU(x[t] w1^T, x[t] w3^T) w2^T.
+
+        x [T, L] float32. Each expert is its six stored MXFP4 tensors (w1 packed, w1 scale, w2 packed, w2
+        scale, w3 packed, w3 scale; uint8, C-contiguous, any alignment), or three matrices (w1, w2, w3) of
+        any format; all of one call have the same shapes. tokens[i] are the rows of x that expert i works
+        on, weights[i] what each is multiplied by. Returns out [T, L] float32: new zeros, or the given array,
+        which is added to. A row's sum is formed in the order of `experts`, so that calls with consecutive
+        parts of a list give the bits of one call with the whole. Sources: model specification §2.6.
+
+        Raises UsageError for arguments that do not fit and ModelFilesError for a scale byte 255.
+        """
+        if x.dtype != np.float32 or x.ndim != 2:
+            raise UsageError(f"x is {x.dtype}{x.shape}; expected float32 [T, L]")
+        if not len(experts) == len(tokens) == len(weights):
+            raise UsageError(
+                f"{len(experts)} experts, {len(tokens)} token lists and {len(weights)} weight lists; "
+                "expected as many of each"
+            )
+        if out is None:
+            out = np.zeros(x.shape, np.float32)
+        else:
+            _check_out(out, x.shape)
+        if not experts:
+            return out
+        records = stack_experts(experts, x.shape[1])  # [experts, 3]
+        x = np.require(x, np.float32, ["C", "A"])
+        counts = [len(t) for t in tokens]
+        if [len(w) for w in weights] != counts:
+            raise UsageError("an expert has not as many weights as tokens")
+        start = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts, out=start[1:])
+        token = np.ascontiguousarray(np.concatenate(tokens), np.int64)
+        weight = np.ascontiguousarray(np.concatenate(weights), np.float32)
+        if token.size == 0:
+            return out
+        if token.min() < 0 or token.max() >= len(x):
+            raise UsageError(f"token numbers {token.min()} to {token.max()}; expected 0 to {len(x) - 1}")
+        inner = int(records["cols"][0, 1])
+        for first, last, part in _batches(start, max(1, INNER_BYTES // (4 * inner))):
+            pairs = slice(int(part[0]), int(part[-1]))
+            offsets, some_tokens, some_weights = part - part[0], token[pairs], weight[pairs]
+            _succeeded(
+                _library().k3_experts_mix(
+                    *(self._handle, self.threads, _address(records[first:]), last - first, _address(offsets)),
+                    *(_address(some_tokens), _address(some_weights), _address(x), x.shape[1], len(x)),
+                    *(beta, linear_beta, _address(out), x.shape[1]),
+                )
+            )
+        if not np.isfinite(out).all():
+            _refuse_damaged_experts(experts)
+        return out
+
+    def situ_mlp(
+        self, x: F32, gate: Matrix, up: Matrix, down: Matrix, beta: float, linear_beta: float
+    ) -> F32:
+        """SiTU(x gate^T, x up^T) down^T for a dense or shared MLP: x [T, D] -> [T, D] float32."""
+        every, ones = np.arange(len(x)), np.ones(len(x), np.float32)
+        return self.experts_mix(x, [(gate, down, up)], [every], [ones], beta, linear_beta)
+
+    def describe(self) -> str:
+        """One phrase for a report: instruction set and threads."""
+        return f"C kernels, {self.isa}, {self.threads} thread{'s' if self.threads != 1 else ''}"
+
+
+def load_cpu_kernels(isa: str | None = None, threads: int | None = None) -> CpuKernels:
+    """The kernels for `isa` (default `K3_CPU_ISA`, else the best this CPU can run) and `threads`.
+
+    Raises ResourceError, saying why and what to do, when the library is not there or not for this machine.
+    """
+    names = available_isas()
+    wanted = isa or os.environ.get("K3_CPU_ISA") or names[0]
+    if wanted not in names:
+        raise ResourceError(f"CPU kernels for {wanted!r} do not run here; expected one of {', '.join(names)}")
+    count = default_threads() if threads is None else threads
+    if count < 1:
+        raise UsageError(f"{count} CPU threads; expected at least 1")
+    return CpuKernels(wanted, count, _library().k3_isa_named(wanted.encode()))
+
+
+def _batches(start: NDArray[np.int64], limit: int) -> list[tuple[int, int, NDArray[np.int64]]]:
+    """Split pairs start[0]..start[-1] into runs of at most `limit`: (first expert, last + 1, offsets)."""
+    total = int(start[-1])
+    if total <= limit:
+        return [(0, len(start) - 1, start)]
+    batches = []
+    for low in range(0, total, limit):
+        high = min(low + limit, total)
+        first = int(np.searchsorted(start, low, side="right")) - 1
+        last = int(np.searchsorted(start, high, side="left"))
+        batches.append((first, last, np.clip(start[first : last + 1], low, high)))
+    return batches
+
+
+def _check_out(out: NDArray, shape: tuple[int, ...]) -> None:
+    flags = out.flags
+    if out.dtype != np.float32 or out.shape != shape or not (flags.c_contiguous and flags.behaved):
+        raise UsageError(
+            f"out is {out.dtype}{out.shape}; expected writeable, C-contiguous, aligned float32 {shape}"
+        )
+
+
+def _address(array: NDArray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _succeeded(status: int) -> None:
+    if status:
+        raise MemoryError("no memory for the working buffers of the CPU kernels")
+
+
+def _refuse_damaged_experts(experts: Sequence[Any]) -> None:
+    scales, names = [], []
+    for number, expert in enumerate(experts):
+        for part, name in enumerate(("w1", "w2", "w3")):
+            matrix = expert[part]
+            if isinstance(matrix, Matrix) and not matrix.is_mxfp4:
+                continue
+            scales.append(matrix.arrays[1] if isinstance(matrix, Matrix) else expert[2 * part + 1])
+            names.append(f"{name} scale of expert {number} of the call")
+    _refuse_nan_scales(scales, names)
+
+
+def _refuse_nan_scales(scales: Sequence[NDArray], names: Sequence[str]) -> None:
+    """The result holds NaN or infinity: an error if a scale byte is the reason, else the arithmetic's own."""
+    for scale, name in zip(scales, names, strict=True):
+        if scale.max(initial=0) == _SCALE_NAN:
+            row, group = np.argwhere(scale == _SCALE_NAN)[0]
+            raise ModelFilesError(
+                f"MXFP4 scale byte 255 (NaN) in {name} at row {row}, group {group}; expected 0 to 254: "
+                "the file is damaged"
+            )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The shared library, its functions typed. Raises ResourceError when it is not there or not current."""
+    path = cpu_build.LIBRARY
+    remedy = "run `python scripts/build_cpu.py` in a checkout, or `pip install` with a C compiler present"
+    if not path.is_file():
+        raise ResourceError(f"the CPU kernels are not built ({path} does not exist); {remedy}")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ResourceError(f"the CPU kernels cannot be loaded: {error}; {remedy}") from error
+    library.k3_source_id.restype = ctypes.c_char_p
+    built, sources = library.k3_source_id().decode(), cpu_build.source_id()
+    if built != sources:
+        raise ResourceError(f"the CPU kernels were built from other sources ({built}, not {sources}); {remedy}")
+    pointer, size, single = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    library.k3_isa_named.restype = pointer
+    library.k3_isa_named.argtypes = [ctypes.c_char_p]
+    common = [pointer, ctypes.c_int, pointer]
+    library.k3_matmul.argtypes = [*common, pointer, size, size, pointer, size]
+    library.k3_experts_mix.argtypes = [
+        *(*common, size, pointer, pointer, pointer),
+        *(pointer, size, size, single, single, pointer, size),
+    ]
+    if RECORD.itemsize != library.k3_matrix_size():
+        raise ResourceError(f"the CPU kernels describe matrices differently from this package; {remedy}")
+    return library
