@@ -4,6 +4,7 @@ Writes config.json and safetensors in the released layout; no vocabulary. Owns n
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from k3mlx.checkpoint import mxfp4
 from k3mlx.checkpoint.names import PREFIX, TensorSpec, strip_prefix, tensor_specs
-from k3mlx.checkpoint.writer import Tensor, to_bf16, write_safetensors, write_sharded
+from k3mlx.checkpoint.writer import to_bf16, write_safetensors, write_sharded
 from k3mlx.config import ModelConfig
 
 QUANTIZATION = {
@@ -129,7 +130,7 @@ def spec_hash(number: int, count: int) -> NDArray[np.uint32]:
     return t ^ t >> 16
 
 
-def spec_tensors() -> dict[str, Tensor]:
+def spec_tensors() -> dict[str, NDArray]:
     """Every tensor of the specification's model, sorted by name: uint8 experts, float32 elsewhere."""
     config = ModelConfig.from_dict(SPEC_CONFIG)
     specs = sorted(tensor_specs(config, mxfp4=True), key=lambda spec: spec.name.encode())
@@ -219,7 +220,7 @@ def random_config(rng: np.random.Generator, experts: str = "mxfp4", **overrides:
 
 def random_tensors(
     config: dict, rng: np.random.Generator, experts: str | None = None, dtype: str = "F32"
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Random weights that keep activations near one: every tensor of `config`, prefix stripped.
 
     `experts` is "mxfp4" or "plain" (default: as the config declares). With `dtype="BF16"` the tensors that
@@ -227,7 +228,7 @@ def random_tensors(
     """
     parsed = ModelConfig.from_dict(config)
     packed = parsed.experts_are_mxfp4 if experts is None else experts == "mxfp4"
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     for spec in tensor_specs(parsed, mxfp4=False):
         values = _random_values(rng, spec, parsed)
         if packed and ".experts." in spec.name:
@@ -271,7 +272,7 @@ def write_random_model(
     return write_model(folder, config, random_tensors(config, rng, experts, dtype), shards)
 
 
-def write_model(folder: Path, config: dict, tensors: dict[str, Tensor], shards: int = 1) -> Path:
+def write_model(folder: Path, config: dict, tensors: Mapping[str, Any], shards: int = 1) -> Path:
     """Write config.json and `tensors` under the released prefix: one file, or several and an index."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -163,8 +163,10 @@ class _Count:
         if self._layout.index_path is not None:
             if said is None:
                 self._tell(info, "is not in the index")
-            elif said != shard:
-                self._misplaced.append(info._replace(name=name))
+                self._rejected.add(name)
+                return
+            if said != shard:
+                self._misplaced.append(info)
                 return
         if info.shape != spec.shape and info.shape != spec.short:
             self._tell(info, f"has shape {list(info.shape)}, expected {list(spec.shape)}")
@@ -208,13 +210,13 @@ class _Count:
 
     def _report_misplaced(self) -> None:
         for info in self._misplaced:
-            there = self.tensors.get(info.name)
+            name = names.strip_prefix(info.name)
+            there = self.tensors.get(name)
             if there is not None:
                 self._tell(info, f"is also in {there.path.name}")
             else:
-                said = self._said(info.name)
-                self._tell(info, f"is here, but the index says {said}")
-                self._rejected.add(info.name)
+                self._tell(info, f"is here, but the index says {self._layout.weight_map[info.name]}")
+                self._rejected.add(name)
 
     def _said(self, name: str) -> str | None:
         weight_map = self._layout.weight_map

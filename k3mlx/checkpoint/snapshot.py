@@ -152,7 +152,8 @@ class Checkpoint:
             stored = np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
         if stored.dtype.kind != "f":
             raise ValueError(f"a tensor stored as {stored.dtype} has no float values of its own")
-        return stored.astype(dtype, copy=False)
+        with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one; the logits will tell
+            return stored.astype(dtype, copy=False)
 
     def _load_bf16(self, info: TensorInfo) -> NDArray[np.float32]:
         """Widen in place: the bits are read into the upper half of the result and spread from its start."""

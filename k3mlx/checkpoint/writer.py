@@ -34,7 +34,7 @@ Tensors: TypeAlias = "Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
 def to_bf16(values: NDArray[np.floating]) -> NDArray[np.uint16]:
     """Bits of the nearest bfloat16, ties to even, overflow to infinity, NaN kept as a quiet NaN."""
     values = np.asarray(values)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         single = np.ascontiguousarray(values, np.float32)
     bits = single.view(np.uint32).reshape(values.shape)
     nan = np.isnan(single)
