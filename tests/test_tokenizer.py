@@ -204,7 +204,9 @@ def test_released_ids_of_frequent_words() -> None:
     ids = {
         "message": 2778, "think": 39964, "response": 12092, "tools": 25385, "call": 10257, "argument": 47185,
         "json": 5534, " role": 6244, " name": 1530, " type": 1798, " tool": 4453, " index": 4002,
-        " key": 2355, '="': 878, '"': 1, "user": 2482, "system": 14062, "assistant": 69702, "tool": 20960, "string": 2033,
+        " key": 2355, '="': 878, '"': 1, "user": 2482, "system": 14062, "assistant": 69702,
+        "tool": 20960,
+        "string": 2033,
         "number": 10006, "boolean": 16849, "null": 6562, "object": 3721, "array": 4392,
     }  # fmt: skip
     assert {text: released().encode(text) for text in ids} == {text: [id] for text, id in ids.items()}

@@ -24,6 +24,14 @@ _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTES = [bytes([b]) for b in (*_PRINTABLE, *sorted(set(range(256)) - set(_PRINTABLE)))]
 
 
+SIGNS = {"(": "<|open|>", ")": "<|close|>", "·": "<|sep|>", "¶": "<|end_of_msg|>"}
+
+
+def marked(text: str) -> str:
+    """A text with marker names in place of their signs, which make outputs short enough to be read."""
+    return "".join(SIGNS.get(character, character) for character in text)
+
+
 @cache
 def released() -> Tokenizer:
     return Tokenizer.load(DATA)
