@@ -234,3 +234,30 @@ K3_EXPORT int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *ma
     k3_run(outer_tile, &job, blocks_of(matrices[1].rows, K3_ROWS));
     return leave(0);
 }
+
+/* -- reading ---------------------------------------------------------------------------------------------------- */
+
+enum { READ_BYTES = 1 << 18 };
+
+typedef struct {
+    const k3_isa *isa;
+    const uint8_t *data;
+    int64_t bytes;
+    uint64_t seen[K3_MAX_THREADS];
+} read_job;
+
+static void read_part(void *context, int64_t item, int thread) {
+    read_job *job = context;
+    int64_t first = item * READ_BYTES;
+    job->seen[thread] ^= job->isa->read_all(job->data + first, at_most(job->bytes - first, READ_BYTES));
+}
+
+/* Read `bytes` on all threads and return what depends on all of them: the yardstick of the benchmark. */
+K3_EXPORT uint64_t k3_read(const k3_isa *isa, int threads, const uint8_t *data, int64_t bytes) {
+    read_job job = {isa, data, bytes, {0}};
+    int count = k3_pool_enter(threads);
+    k3_run(read_part, &job, blocks_of(bytes, READ_BYTES));
+    uint64_t all = 0;
+    for (int i = 0; i < count; i++) all ^= job.seen[i];
+    return (uint64_t)leave((int)(all & 1));
+}

@@ -46,6 +46,8 @@ typedef struct {
                  uint8_t *scratch);
     /* gate[i] = SiTU(gate[i], up[i]), model specification 2.6.1 */
     void (*situ)(float *gate, const float *up, int64_t n, float beta, float linear_beta);
+    /* the exclusive or of the bytes, some in words: work that is nothing but reading */
+    uint64_t (*read_all)(const uint8_t *p, int64_t bytes);
 } k3_isa;
 
 extern const k3_isa k3_isa_portable;

@@ -104,9 +104,20 @@ INLINE const uint8_t *last_unit(const int format, const uint8_t *p, int64_t colu
     return copy;
 }
 
-/* R rows times one token, decoded into registers. */
+/* sum += the unit at p, which holds columns c.. of a row, times x. */
+INLINE void add_unit(const int format, const uint8_t *p, const float *s, const float *b, int64_t c, int shift,
+                     vtable table, const float *x, vf *sum) {
+    vf w[UNIT_VECTORS];
+    decode_unit(format, p, s + (c >> shift), b + (c >> shift), shift, table, w);
+    for (int i = 0; i < UNIT_VECTORS; i++) *sum = v_fma(w[i], v_load(x + c + VL * i), *sum);
+}
+
+/* R rows times one token, decoded into registers. The rows that come next are fetched from memory meanwhile: a CPU's
+ * own prefetching stops at the end of each short row. */
 INLINE void rows_one(const int format, const int R, const k3_matrix *m, int64_t row0, const float *x, float *y) {
     const int bytes = UNIT * weight_bits(format) / 8, scaled = format <= K3_Q8, shift = group_shift(format, m);
+    const int line = bytes < 64 ? 64 / bytes : 1; /* units of a cache line */
+    const int64_t ahead = MR1 * m->row_bytes;
     const vtable table = v_table(format == K3_MXFP4 ? mxfp4_codes : integers);
     float s[MR1][ONE_GROUPS], b[MR1][ONE_GROUPS];
     uint8_t copy[UNIT * 4];
@@ -126,24 +137,23 @@ INLINE void rows_one(const int format, const int R, const k3_matrix *m, int64_t 
                       (int)groups + 4, b[r]);
         }
         const float *xc = x + c0;
-        for (int64_t u = 0; u < full; u++, xc += UNIT) {
-            int64_t g = u * UNIT >> shift;
+        int64_t u = 0;
+        for (; u + line <= full; u += line)
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                vf w[UNIT_VECTORS];
-                decode_unit(format, p[r] + u * bytes, s[r] + g, b[r] + g, shift, table, w);
-                for (int i = 0; i < UNIT_VECTORS; i++) sum[r] = v_fma(w[i], v_load(xc + VL * i), sum[r]);
+                __builtin_prefetch(p[r] + u * bytes + ahead);
+#pragma GCC unroll 8
+                for (int i = 0; i < line; i++)
+                    add_unit(format, p[r] + (u + i) * bytes, s[r], b[r], (u + i) * UNIT, shift, table, xc, &sum[r]);
             }
-        }
-        if (columns % UNIT) {
-            int64_t g = full * UNIT >> shift;
+        for (; u < full; u++)
+            for (int r = 0; r < R; r++)
+                add_unit(format, p[r] + u * bytes, s[r], b[r], u * UNIT, shift, table, xc, &sum[r]);
+        if (columns % UNIT)
             for (int r = 0; r < R; r++) {
-                vf w[UNIT_VECTORS];
                 const uint8_t *last = last_unit(format, p[r] + full * bytes, columns % UNIT, copy);
-                decode_unit(format, last, s[r] + g, b[r] + g, shift, table, w);
-                for (int i = 0; i < UNIT_VECTORS; i++) sum[r] = v_fma(w[i], v_load(xc + VL * i), sum[r]);
+                add_unit(format, last, s[r], b[r], full * UNIT, shift, table, xc, &sum[r]);
             }
-        }
     }
     for (int r = 0; r < R; r++) y[r] = v_sum(sum[r]);
 }
@@ -296,8 +306,21 @@ static void situ(float *gate, const float *up, int64_t n, float beta, float line
     for (int64_t i = 0; i < n; i++) gate[i] = situ_one(gate[i], up[i], beta, linear_beta);
 }
 
+static uint64_t read_all(const uint8_t *p, int64_t bytes) {
+    uint64_t words[32] = {0}, all = 0;
+    for (; bytes >= (int64_t)sizeof words; p += sizeof words, bytes -= (int64_t)sizeof words)
+        for (int i = 0; i < 32; i++) {
+            uint64_t word;
+            memcpy(&word, p + 8 * i, sizeof word);
+            words[i] ^= word;
+        }
+    for (int i = 0; i < 32; i++) all ^= words[i];
+    for (; bytes > 0; bytes--) all ^= *p++;
+    return all;
+}
+
 const k3_isa ISA_SYMBOL = {
     ISA_NAME,
     (TILE_ROWS * K3_DEPTH + K3_TOKENS * TILE_ROWS * VL) * (int64_t)sizeof(float),
-    pack, position, tile, situ,
+    pack, position, tile, situ, read_all,
 };

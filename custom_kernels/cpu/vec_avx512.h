@@ -3,7 +3,7 @@
 
 #define ISA_SYMBOL k3_isa_avx512
 #define ISA_NAME "avx512"
-enum { VL = 16, MR = 4, NT = 6, MR1 = 4, UNIT = 128, REORDERS = 1 };
+enum { VL = 16, MR = 4, NT = 6, MR1 = 4, UNIT = 32, REORDERS = 1 };
 typedef __m512 vf;
 typedef __m512 vtable;
 
@@ -20,36 +20,31 @@ INLINE float v_sum(vf a) {
 
 INLINE vtable v_table(const float *codes) { return _mm512_loadu_ps(codes); }
 
-/* Column 8w + t of a block of 128 is nibble t of its 32-bit word w: it goes to lane w of vector t. */
-INLINE int64_t v_position(int64_t c) { return (c & 7) * 16 + (c >> 3); }
+/* A unit of 32 columns is 16 bytes: the low nibbles, even columns, go to the first vector, the high ones to the
+ * second. A look-up heeds only the low four bits of an index. */
+INLINE int64_t v_position(int64_t c) { return (c & ~31) + (c & 1) * 16 + (c >> 1 & 15); }
 
-/* The scales of the 16 words of a block: 8 columns a word, 1 << shift columns a group. */
-INLINE vf word_scales(const float *s, int shift) {
-    if (shift == 7) return _mm512_set1_ps(s[0]);
-    const __m512i word = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512i group = _mm512_srl_epi32(word, _mm_cvtsi32_si128(shift - 3));
-    return _mm512_permutexvar_ps(group, _mm512_castps128_ps512(_mm_loadu_ps(s)));
+INLINE void codes32(const uint8_t *p, vtable table, vf *w) {
+    __m512i d = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    w[0] = _mm512_permutexvar_ps(d, table);
+    w[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(d, 4), table);
 }
 
 INLINE void v_mxfp4(const uint8_t *p, const float *s, vtable table, vf *w) {
-    __m512i d = _mm512_loadu_si512(p);
-    vf scale = word_scales(s, 5);
-    for (int t = 0; t < 8; t++)
-        w[t] = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(d, 4 * t), table), scale);
+    codes32(p, _mm512_mul_ps(table, _mm512_set1_ps(s[0])), w);
 }
 
 INLINE void v_q4(const uint8_t *p, const float *s, const float *b, int shift, vtable table, vf *w) {
-    __m512i d = _mm512_loadu_si512(p);
-    vf scale = word_scales(s, shift), bias = word_scales(b, shift);
-    for (int t = 0; t < 8; t++)
-        w[t] = _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(d, 4 * t), table), scale, bias);
+    (void)shift; /* a unit lies in one group */
+    codes32(p, _mm512_fmadd_ps(table, _mm512_set1_ps(s[0]), _mm512_set1_ps(b[0])), w);
 }
 
 INLINE void v_q8(const uint8_t *p, const float *s, const float *b, int shift, vf *w) {
-    for (int t = 0; t < 8; t++) {
+    (void)shift;
+    vf scale = _mm512_set1_ps(s[0]), bias = _mm512_set1_ps(b[0]);
+    for (int t = 0; t < 2; t++) {
         vf q = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p + 16 * t))));
-        int group = (16 * t) >> shift;
-        w[t] = _mm512_fmadd_ps(q, _mm512_set1_ps(s[group]), _mm512_set1_ps(b[group]));
+        w[t] = _mm512_fmadd_ps(q, scale, bias);
     }
 }
 

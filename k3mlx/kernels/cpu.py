@@ -158,6 +158,12 @@ class CpuKernels:
         every, ones = np.arange(len(x)), np.ones(len(x), np.float32)
         return self.experts_mix(x, [(gate, down, up)], [every], [ones], beta, linear_beta)
 
+    def read(self, data: NDArray) -> None:
+        """Do nothing but read the bytes of a C-contiguous array on all threads: the yardstick of benchmarks."""
+        if not data.flags.c_contiguous:
+            raise UsageError(f"an array {data.shape} is not C-contiguous")
+        _library().k3_read(self._handle, self.threads, _address(data), data.nbytes)
+
     def describe(self) -> str:
         """One phrase for a report: instruction set and threads."""
         return f"C kernels, {self.isa}, {self.threads} thread{'s' if self.threads != 1 else ''}"
@@ -257,6 +263,8 @@ def _library() -> ctypes.CDLL:
         *(*common, size, pointer, pointer, pointer),
         *(pointer, size, size, single, single, pointer, size),
     ]
+    library.k3_read.argtypes = [*common, size]
+    library.k3_read.restype = ctypes.c_uint64
     if RECORD.itemsize != library.k3_matrix_size():
         raise ResourceError(f"the CPU kernels describe matrices differently from this package; {remedy}")
     return library
