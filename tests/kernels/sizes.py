@@ -1,0 +1,92 @@
+"""The launches that judges b and c try: every size of the list, paired with kinds, dtypes and thread counts.
+
+Owns the choice only; what a case holds and when it passes is in `k3mlx.kernels.cases`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from k3mlx.kernels.cases import KDA_KINDS, Case, attn_res_case, kda_case, route_case
+
+DTYPES = ("float32", "bfloat16", "float16")
+THREADS = (128, 256, 512, 1024)
+STEP_TOKENS = (1, 2, 3, 4, 5, 31)
+PREFILL_TOKENS = (1, 2, 3, 4, 5, 31, 63, 64, 65)
+
+
+def kda_step_cases() -> Iterator[Case]:
+    count = 0
+    for width in (32, 64, 128):
+        for tokens in STEP_TOKENS:
+            for dtype in DTYPES:
+                # co-prime strides through the other lists pair everything with everything over the run
+                yield kda_case(
+                    "kda_step", KDA_KINDS[count % 9], batch=1 + count % 3, tokens=tokens, heads=(1, 3)[count % 2],
+                    width=width, dtype=dtype, threads=THREADS[(count // 3 + count) % 4], seed=count,
+                )  # fmt: skip
+                count += 1
+    for kind in KDA_KINDS:
+        tokens = 1 if kind == "read_out" else 5
+        yield kda_case("kda_step", kind, batch=2, tokens=tokens, heads=3, width=64, threads=256, seed=7)
+        yield kda_case("kda_step", kind, tokens=1, heads=3, width=128, threads=1024, seed=8)
+    yield kda_case("kda_step", tokens=3, heads=3, width=32, conv=2, threads=128)
+    for dtype in DTYPES:
+        yield kda_case("kda_step", heads=96, dtype=dtype)
+    yield kda_case("kda_step", "partial", heads=96, tokens=16, dtype="bfloat16")
+
+
+def kda_prefill_cases() -> Iterator[Case]:
+    count = 0
+    for width in (32, 64, 128):
+        for tokens in PREFILL_TOKENS:
+            yield kda_case(
+                "kda_prefill", KDA_KINDS[count % 9], batch=1 + count % 3, tokens=tokens, heads=(1, 3)[count % 2],
+                width=width, dtype=DTYPES[(count // 9 + count) % 3], threads=THREADS[(count // 3 + count) % 4],
+                seed=count,
+            )  # fmt: skip
+            count += 1
+    for n, kind in enumerate(KDA_KINDS):
+        tokens = 1 if kind == "read_out" else 18
+        yield kda_case(
+            "kda_prefill", kind, batch=2, tokens=tokens, heads=3, width=64, threads=THREADS[n % 4], seed=7
+        )
+    yield kda_case("kda_prefill", tokens=9, heads=3, width=32, conv=2, threads=128)
+    yield kda_case("kda_prefill", heads=96, tokens=16, dtype="bfloat16")
+    yield kda_case("kda_prefill", tokens=1000, width=32, threads=128)
+    yield kda_case("kda_prefill", tokens=1000, width=64, dtype="bfloat16", threads=512)
+    yield kda_case("kda_prefill", "slow", tokens=1000, width=128)
+
+
+def attn_res_mix_cases() -> Iterator[Case]:
+    count = 0
+    for frozen in range(9):
+        for width in (32, 100, 1000):
+            yield attn_res_case(
+                frozen=frozen, tokens=(1, 2, 3, 5)[count % 4], width=width, dtype=DTYPES[count // 2 % 3],
+                threads=THREADS[count % 4], kind=("plain", "small", "sharp")[count % 3], seed=count,
+            )  # fmt: skip
+            count += 1
+    for dtype in DTYPES:
+        yield attn_res_case(frozen=8, tokens=2, dtype=dtype)
+    yield attn_res_case(frozen=3, width=7168, threads=1024)
+
+
+def route_topk_cases() -> Iterator[Case]:
+    count = 0
+    for experts, k in ((896, 16), (6, 2), (20, 4), (33, 16), (64, 1), (1000, 16), (16, 16)):
+        for kind in ("plain", "ties", "wide") + (("nan",) if experts > k + experts // 7 + 1 else ()):
+            yield route_case(
+                experts=experts, k=k, tokens=(1, 2, 5)[count % 3], kind=kind, threads=THREADS[count % 4], seed=count
+            )
+            count += 1
+    for threads in THREADS:
+        yield route_case(tokens=2, threads=threads, seed=99)
+
+
+CASES = {
+    "kda_step": kda_step_cases,
+    "kda_prefill": kda_prefill_cases,
+    "attn_res_mix": attn_res_mix_cases,
+    "route_topk": route_topk_cases,
+}
