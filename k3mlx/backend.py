@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +15,8 @@ import numpy as np
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
 from .errors import UsageError
+from .experts.compute import NumpyExperts
+from .experts.options import StreamOptions
 from .experts.store import ExpertStore
 from .reference.model import Hooks, ReferenceModel
 from .reference.state import State
@@ -59,14 +60,20 @@ class NumpyBackend:
     name = "numpy"
     device = "cpu"
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str, expert_cache: int | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: str,
+        expert_cache: int | None,
+        streaming: StreamOptions | None = None,
+    ) -> None:
         if dtype not in ("float32", "float64"):
             raise UsageError(f"dtype is {dtype!r}, expected float32 or float64 on the numpy backend")
         self.config = checkpoint.config
         self.dtype = dtype
-        self.store = ExpertStore(checkpoint, expert_cache, np.dtype(dtype))
+        self.store = ExpertStore(checkpoint, expert_cache, streaming)
         self.model = ReferenceModel(
-            checkpoint, lambda layer: partial(self.store.fetch, layer), np.dtype(dtype)
+            checkpoint, NumpyExperts(self.store, self.config, np.dtype(dtype)), np.dtype(dtype)
         )
         self._expert_format = "mxfp4" if checkpoint.mxfp4 else dtype
         self._calls: Counter[str] = Counter()

@@ -241,7 +241,7 @@ class _ChatReader:
         return shown
 
 
-_NOT_COUNTERS = {"peak_memory_bytes", "prefill_chunk"}
+_NOT_COUNTERS = {"peak_memory_bytes", "prefill_chunk", "io_threads", "cache_bytes", "resident_bytes"}
 
 
 def _since(before: Any, after: Any, name: str = "") -> Any:

@@ -18,7 +18,7 @@ from k3mlx.errors import ModelFilesError
 from . import mxfp4, names
 from .census import Census, take_census
 from .files import FilePool
-from .safetensors import NUMPY_DTYPES, TensorInfo
+from .safetensors import NUMPY_DTYPES, FileStamp, TensorInfo
 
 _CHUNK = 1 << 20  # numbers widened at a time
 
@@ -41,7 +41,7 @@ class Checkpoint:
     """The tensors of a complete Kimi K3 text model on disk. Any number of threads may read at once.
 
     Names come without the prefix `language_model.`. `mxfp4` says how the routed experts are stored, `notes`
-    what was left aside (vision tensors, for instance).
+    what was left aside (vision tensors, for instance), `stamps` what each file looked like.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, census: Census) -> None:
@@ -51,6 +51,7 @@ class Checkpoint:
         self.notes = census.notes
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(census.tensors)
         self._parts = tuple(names.expert_parts(config, census.mxfp4))
+        self.stamps: Mapping[Path, FileStamp] = MappingProxyType(census.stamps)
         self._files = FilePool(census.stamps)
 
     @classmethod

@@ -1,23 +1,63 @@
-"""Routed experts on demand: the bytes of an expert, a cache of them within a budget, their decoding.
+"""Routed experts on demand: a cache of slots within a budget, filled by reading threads.
 
-Bytes are kept as stored (MXFP4 packed and scales, or plain floats) and decoded at each use, so the
-cache never changes a result. Knows nothing of routing.
+Bytes are kept as stored, so nothing here can change a result. Owns which slot holds which expert and
+who uses it; policies, files and threads are in their own modules. Knows nothing of routing, and computes
+nothing. One thread asks, any number read.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from time import perf_counter
-from typing import Any
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from k3mlx.checkpoint.mxfp4 import decode
 from k3mlx.checkpoint.snapshot import Checkpoint
+from k3mlx.errors import ModelFilesError, ResourceError
 
-RawExpert = dict[str, np.ndarray]  # "w1.weight_packed" -> bytes as stored, and so on
+from .files import ExpertFiles, ReadGivenUp
+from .layout import ExpertLayout, Placement
+from .options import StreamOptions
+from .policies import Key, make_policy
+from .reads import DEMAND, LOOKAHEAD, WARM, Job, ReadPool
+from .request import Request
+from .slots import ALIGN, NumpySlots, SlotMemory, SlotProvider
+
+READING, READY, FAILED = "reading", "ready", "failed"
+
+
+class Held(NamedTuple):
+    """An expert whose slot is in use: `parts` are views of it, as stored, by name ("w1.weight_packed").
+
+    `placement.parts[name].start` is where a part starts in `memory.bytes` (for a provider's own arrays).
+    """
+
+    expert: int
+    parts: dict[str, NDArray]
+    memory: SlotMemory
+    placement: Placement
+
+
+class Entry:
+    """One slot that holds an expert or is being filled with it. Guarded by the store's lock."""
+
+    def __init__(self, key: Key, memory: SlotMemory, placement: Placement, urgency: int) -> None:
+        self.key = key
+        self.memory = memory
+        self.placement = placement
+        self.state = READING
+        self.wanted = 0  # requests that still have to hand it out
+        self.holds = 0  # requests that have handed it out and not taken it back
+        self.speculative = urgency == LOOKAHEAD  # read ahead and not used yet
+        self.job: Job | None = None
+        self.error: Exception | None = None
+
+    def held(self) -> Held:
+        memory = self.memory
+        return Held(self.key[1], self.placement.views(memory.bytes), memory, self.placement)
 
 
 @dataclass
@@ -29,77 +69,293 @@ class ExpertCounters:
     bytes_read: int = 0
     wait_seconds: float = 0.0
     evictions: int = 0
+    prefetch_useful_bytes: int = 0
+    prefetch_wasted_bytes: int = 0
+    warm_bytes: int = 0
+    retries: int = 0
 
 
 class ExpertStore:
-    """The routed experts of a checkpoint, least recently used ones dropped beyond `budget` bytes.
+    """The routed experts of a checkpoint in at most `budget` bytes of payload (None: as many as there are).
 
-    `budget` None keeps whatever has been read. One thread at a time.
+    0 stands for the least that works, the experts of one token of one layer. Raises ResourceError for a
+    budget between that and 0. `slots` supplies the memory; it is called only by the thread that asks.
     """
 
-    policy = "lru"
-
-    def __init__(self, checkpoint: Checkpoint, budget: int | None, dtype: np.dtype) -> None:
-        self.checkpoint = checkpoint
-        self.budget = budget
-        self.dtype = dtype
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        budget: int | None = None,
+        options: StreamOptions | None = None,
+        slots: SlotProvider | None = None,
+    ) -> None:
+        self.options = options or StreamOptions()
+        self.layout = ExpertLayout(checkpoint)
         self.counters = ExpertCounters()
-        self._cache: OrderedDict[tuple[int, int], RawExpert] = OrderedDict()
-        self._cached_bytes = 0
+        self.minimum = min(checkpoint.config.num_experts_per_token, self.layout.count)  # slots
+        self.capacity = self._slots_in(budget)
+        self.lock = threading.Condition()
+        self.files = ExpertFiles(checkpoint.stamps, direct=self.options.direct_io == "on")
+        self.pool = ReadPool(self.options.io_threads)
+        self._provider = slots or NumpySlots()
+        self._policy = make_policy(self.options.policy, max(1, self.capacity))
+        self._entries: dict[Key, Entry] = {}
+        self._free: list[SlotMemory] = []
+        self._allocated = 0
+        self.reading = 0  # entries being filled, for anyone
+        self._warm: list[Key] = []
 
-    def fetch(
-        self, layer: int, experts: Iterable[int]
-    ) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
-        """Yield (expert, (w1 [F, L], w2 [L, F], w3 [F, L])) in the given order, in the store's dtype.
+    @property
+    def payload(self) -> int:
+        """Bytes of one expert."""
+        return self.layout.payload
 
-        Raises ModelFilesError when the bytes cannot be read.
+    @property
+    def smallest_budget(self) -> int:
+        """Bytes of payload below which the store cannot work."""
+        return self.minimum * self.payload
+
+    def request(self, layer: int, experts: Iterable[int], in_order: bool = True) -> Request:
+        """Start to fetch distinct experts of a layer; reads begin now, whatever the caller does meanwhile.
+
+        Iterate over the result, once, to get them: in the given order, or with `in_order=False` as they come,
+        those in memory first. Close it (it is a context manager) when it is not iterated to the end.
         """
-        for expert in experts:
-            raw = self._raw(layer, int(expert))
-            yield int(expert), (self._matrix(raw, "w1"), self._matrix(raw, "w2"), self._matrix(raw, "w3"))
+        return Request(self, layer, [int(expert) for expert in experts], in_order)
+
+    def fetch(self, layer: int, experts: Iterable[int]) -> Iterator[Held]:
+        """Yield each expert in the given order; each may be used until the next is asked for.
+
+        Raises ModelFilesError when the bytes cannot be read; the store stays usable.
+        """
+        with self.request(layer, experts) as request:
+            for group in request.groups():
+                yield from group
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Read experts that may be needed soon, most likely first, when no demand waits for the disk.
+
+        Takes slots only from experts that no request needs; ends at `settle` of that layer.
+        """
+        with self.lock:
+            for rank, expert in enumerate(experts):
+                key = layer, int(expert)
+                if key in self._entries:
+                    continue
+                if self.admit(key, LOOKAHEAD, rank) is None:
+                    return
+
+    def settle(self, layer: int) -> None:
+        """Give up what was read ahead for a layer and turned out not to be needed (its request has begun)."""
+        with self.lock:
+            for key, entry in list(self._entries.items()):
+                if key[0] == layer and entry.speculative and not entry.wanted:
+                    self._abandon(entry)
+
+    def warm(self, keys: Iterable[Key]) -> None:
+        """Read these experts, the most valuable first, into slots that are empty, while there are any."""
+        with self.lock:
+            self._warm = list(keys)[: self.capacity][::-1]
+            self.pump_warm()
+
+    def resize(self, budget: int) -> int:
+        """Change the budget; slots beyond it are given back as soon as they are idle. Returns the new one."""
+        with self.lock:
+            wanted = budget // self.payload if self.payload else 0
+            self.capacity = min(self.layout.count, max(self.minimum, wanted))
+            self.trim()
+            return self.capacity * self.payload
+
+    def residents(self) -> list[Key]:
+        """The experts in memory, the most valuable first."""
+        with self.lock:
+            return [key for key in self._policy.residents() if self._entries[key].state == READY]
 
     def report(self) -> dict[str, Any]:
-        """The `experts` part of a run's report (nothing is prefetched; reads go through the page cache)."""
+        """The `experts` part of a run's report."""
+        counters = self.counters
         return {
-            **asdict(self.counters),
-            "prefetch_useful_bytes": 0,
-            "prefetch_wasted_bytes": 0,
-            "policy": self.policy,
-            "direct_io": False,
+            **vars(counters),
+            "policy": self.options.policy,
+            "direct_io": self.files.direct,
+            "io_threads": self.options.io_threads,
+            "pipe": self.options.pipe,
+            "cache_bytes": self.capacity * self.payload,
+            "resident_bytes": len(self._entries) * self.payload,
         }
 
     def close(self) -> None:
-        """Give the cached bytes back."""
-        self._cache.clear()
-        self._cached_bytes = 0
+        """Wait for reads in progress, then give files, threads and memory back."""
+        self.pool.close()
+        with self.lock:
+            for entry in self._entries.values():
+                self._provider.release(entry.memory)
+            for memory in self._free:
+                self._provider.release(memory)
+            self._entries.clear()
+            self._free.clear()
+            self._allocated = 0
+        self.files.close()
 
-    def _raw(self, layer: int, expert: int) -> RawExpert:
-        key = layer, expert
-        if key in self._cache:
-            self.counters.hits += 1
-            self._cache.move_to_end(key)
-            return self._cache[key]
-        started = perf_counter()
-        raw: RawExpert = {}
-        for span in self.checkpoint.expert_spans(layer, expert):
-            raw |= self.checkpoint.read_span(span)
-        size = sum(array.nbytes for array in raw.values())
-        self.counters.misses += 1
-        self.counters.bytes_read += size
-        self.counters.wait_seconds += perf_counter() - started
-        self._make_room(size)
-        if self.budget is None or size <= self.budget:
-            self._cache[key] = raw
-            self._cached_bytes += size
-        return raw
+    # What follows is for Request, under `lock`.
 
-    def _make_room(self, size: int) -> None:
-        while self._cache and self.budget is not None and self._cached_bytes + size > self.budget:
-            _, dropped = self._cache.popitem(last=False)
-            self._cached_bytes -= sum(array.nbytes for array in dropped.values())
-            self.counters.evictions += 1
+    def find(self, key: Key) -> Entry | None:
+        """The entry of an expert that is in memory or on its way; a use, for the policy and the counters."""
+        entry = self._entries.get(key)
+        if entry is None:
+            self.counters.misses += 1
+            return None
+        self.counters.hits += 1
+        self._policy.touch(key)
+        if entry.speculative:
+            entry.speculative = False
+            self.counters.prefetch_useful_bytes += self.payload
+        if entry.job is not None:
+            self.pool.hurry(entry.job)
+        return entry
 
-    def _matrix(self, raw: RawExpert, matrix: str) -> np.ndarray:
-        if self.checkpoint.mxfp4:
-            return decode(raw[f"{matrix}.weight_packed"], raw[f"{matrix}.weight_scale"], self.dtype)
-        return self.checkpoint.widen(raw[f"{matrix}.weight"], self.dtype)
+    def admit(self, key: Key, urgency: int, rank: int = 0) -> Entry | None:
+        """Take a slot for an expert that has none and start to read it; None if every slot is needed."""
+        memory = self._take_slot(urgency)
+        if memory is None:
+            return None
+        entry = self._entries[key] = Entry(key, memory, self.layout.place(*key), urgency)
+        self._policy.insert(key)
+        self.reading += 1
+        position = (rank, *entry.placement.position)
+        entry.job = self.pool.submit(lambda job: self._fill(entry, job), urgency, position)
+        return entry
+
+    def steal(self, entry: Entry) -> None:
+        """Drop a resident expert although a request wants it: it will be read again in its turn."""
+        entry.wanted -= 1
+        self._evict(entry)
+
+    def trim(self) -> None:
+        """Give back slots beyond the capacity, as far as they are idle."""
+        while self._allocated > self.capacity:
+            if not self._free:
+                victim = self._policy.victim(self._evictable)
+                if victim is None:
+                    return
+                self._evict(self._entries[victim])
+            self._provider.release(self._free.pop())
+            self._allocated -= 1
+
+    def pump_warm(self) -> None:
+        """Keep a few reads of the warm start going while there are empty slots."""
+        while self._warm and self.reading < 2 * self.pool.threads and self._has_empty_slot():
+            key = self._warm.pop()
+            if key not in self._entries:
+                self.admit(key, WARM)
+
+    def _slots_in(self, budget: int | None) -> int:
+        if budget is None:
+            return self.layout.count
+        if 0 < budget < self.smallest_budget:
+            raise ResourceError(
+                f"expert cache of {budget} bytes is too small: expected at least {self.smallest_budget},"
+                f" the {self.minimum} experts of one token in one layer (or 0 for just that)"
+            )
+        wanted = budget // self.payload if self.payload else 0
+        return min(self.layout.count, max(self.minimum, wanted))
+
+    def _has_empty_slot(self) -> bool:
+        return bool(self._free) or self._allocated < self.capacity
+
+    def _take_slot(self, urgency: int) -> SlotMemory | None:
+        if self._allocated > self.capacity:
+            self.trim()
+        if self._free:
+            return self._free.pop()
+        if self._allocated < self.capacity:
+            try:
+                memory = self._provider.allocate(self.layout.slot_bytes)
+            except MemoryError:
+                if self._allocated < self.minimum:
+                    raise
+                self.capacity = self._allocated
+            else:
+                self._allocated += 1
+                return memory
+        victim = None if urgency == WARM else self._policy.victim(self._evictable)
+        if victim is None:
+            return None
+        self._evict(self._entries[victim])
+        return self._free.pop()
+
+    def _evictable(self, key: Key) -> bool:
+        entry = self._entries[key]
+        return entry.state == READY and not (entry.wanted or entry.holds or entry.speculative)
+
+    def _evict(self, entry: Entry) -> None:
+        self._remove(entry)
+        self.counters.evictions += 1
+
+    def _remove(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        self._policy.remove(entry.key)
+        self._free.append(entry.memory)
+        if entry.speculative:
+            self.counters.prefetch_wasted_bytes += self.payload
+
+    def _abandon(self, entry: Entry) -> None:
+        """Let go of an expert that was read ahead in vain, whatever the state of its read."""
+        if entry.state == READING and entry.job is not None:
+            if self.pool.cancel(entry.job):
+                self.reading -= 1
+                entry.speculative = False  # no byte was read
+                self._remove(entry)
+            return  # a read that runs ends soon and is taken out by _fill
+        self.counters.prefetch_wasted_bytes += self.payload
+        entry.speculative = False
+        self._policy.demote(entry.key)
+
+    def _fill(self, entry: Entry, job: Job) -> None:
+        """Read one expert into its slot, in a reading thread."""
+
+        def give_up() -> bool:
+            return job.cancelled or (job.urgency != DEMAND and self.pool.demanded())
+
+        error: Exception | None = None
+        try:
+            self._read(entry, None if job.urgency == DEMAND else give_up)
+        except Exception as caught:  # handed to the thread that asks
+            error = caught
+        with self.lock:
+            if isinstance(error, ReadGivenUp) and entry.wanted:
+                entry.job = self.pool.submit(lambda again: self._fill(entry, again), DEMAND, job.position)
+                return
+            self.reading -= 1
+            entry.job = None
+            if error is None:
+                entry.state = READY
+                self.counters.bytes_read += self.payload
+                if job.urgency == WARM:
+                    self.counters.warm_bytes += self.payload
+                if job.cancelled and entry.speculative and not entry.wanted:
+                    self._abandon(entry)
+            else:
+                entry.state, entry.error = FAILED, error
+                self._remove(entry)
+                if isinstance(error, ReadGivenUp) and job.urgency == WARM:
+                    self._warm.append(entry.key)
+            self.lock.notify_all()
+
+    def _read(self, entry: Entry, give_up: Any) -> None:
+        try:
+            self._read_pieces(entry, give_up)
+        except ModelFilesError:
+            self.counters.retries += 1
+            for piece in entry.placement.pieces:
+                self.files.reopen(piece.path)
+            try:
+                self._read_pieces(entry, give_up)
+            except ModelFilesError as error:
+                layer, expert = entry.key
+                raise ModelFilesError(f"{error} (layer {layer}, expert {expert}, tried twice)") from None
+
+    def _read_pieces(self, entry: Entry, give_up: Any) -> None:
+        for piece in entry.placement.pieces:
+            window: NDArray[np.uint8] = entry.memory.bytes[piece.start - piece.offset % ALIGN :]
+            self.files.read(piece.path, piece.offset, piece.nbytes, window, give_up)

@@ -18,7 +18,7 @@ from k3mlx.clock import Clock
 from .attn_res import attn_res_mix
 from .kda import kda_step
 from .mla import attend, split_kv_b
-from .moe import FetchExperts, mix_experts, route_topk
+from .moe import Experts, route_topk
 from .ops import Array, Probe, no_probe, rms_norm, sigmoid, situ_mlp
 from .state import KdaState, LatentCache, LayerState, State
 from .weights import Weights, load_layer, load_outer
@@ -40,12 +40,10 @@ class Hooks:
 class ReferenceModel:
     """The text model with its dense weights in memory, in one dtype.
 
-    `experts(layer)` returns the function that fetches routed experts of that layer (see `moe.py`).
+    `experts` fetches and applies the routed experts (see `moe.py`).
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, experts: Callable[[int], FetchExperts], dtype: np.dtype
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, experts: Experts, dtype: np.dtype) -> None:
         self.config = checkpoint.config
         self.dtype = np.dtype(dtype)
         self.experts = experts
@@ -181,13 +179,11 @@ class ReferenceModel:
         )  # fmt: skip
         probe("moe.ids", ids)
         probe("moe.weights", scores)
+        mix = self.experts.start(layer, x, ids, scores)  # they may be read from disk while we go on
         shared = self._mlp(x, w, _prefixed(probe, "moe.shared."), "shared_experts.")
         latent = x @ w["routed_expert_down_proj"].T
         clock.enter("experts")
-        mixed = mix_experts(
-            latent, ids, scores, self.experts(layer),
-            config.activation_situ_beta, config.activation_situ_linear_beta,
-        )  # fmt: skip
+        mixed = mix(latent)
         clock.enter("other")
         routed = rms_norm(mixed, w["routed_expert_norm"], config.rms_norm_eps)
         up = routed @ w["routed_expert_up_proj"].T

@@ -6,6 +6,7 @@ Source: model specification §2.6.2.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,17 @@ from .ops import Array, sigmoid, situ_mlp
 
 ExpertWeights = tuple[Array, Array, Array]  # w1 gate [F, L], w2 down [L, F], w3 up [F, L]
 FetchExperts = Callable[[NDArray[np.intp]], Iterable[tuple[int, ExpertWeights]]]
+Mix = Callable[[Array], Array]  # latent inputs [T, L] -> weighted sum of the experts' outputs [T, L]
+
+
+class Experts(Protocol):
+    """Where the routed experts of a model come from and who applies them."""
+
+    def start(self, layer: int, x: Array, ids: NDArray[np.intp], weights: Array) -> Mix:
+        """Prepare the experts ids [T, k] of a layer, chosen for the normed inputs x [T, D].
+
+        The result must give what `mix_experts` gives, and is called once.
+        """
 
 
 def route_topk(x: Array, gate: Array, bias: Array, k: int, scaling: float) -> tuple[NDArray[np.intp], Array]:

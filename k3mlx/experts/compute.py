@@ -1,0 +1,106 @@
+"""Routed experts in numpy: decode from the slot, apply to an expert's tokens, sum in the order of ids.
+
+Gives exactly the bits of `reference.moe.mix_experts`, whatever order the experts come in. Owns neither
+routing nor reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from k3mlx.checkpoint.mxfp4 import GROUP, decode
+from k3mlx.checkpoint.snapshot import Checkpoint
+from k3mlx.config import ModelConfig
+from k3mlx.errors import ModelFilesError
+from k3mlx.reference.moe import Mix
+from k3mlx.reference.ops import Array, situ_mlp
+
+from .request import Request
+from .store import ExpertStore, Held
+
+SUMMANDS_MAX = 256 << 20  # bytes of expert outputs kept apart until they can be summed in order
+
+Matrices = tuple[Array, Array, Array]  # w1 gate [F, L], w2 down [L, F], w3 up [F, L]
+
+
+class NumpyExperts:
+    """Computes the mixture of a layer from a store; reads begin at `start`, beside what the caller does."""
+
+    def __init__(self, store: ExpertStore, config: ModelConfig, dtype: DTypeLike = np.float32) -> None:
+        self.store = store
+        self._config = config
+        self._dtype = np.dtype(dtype)
+        self._scratch: dict[str, Array] = {}  # decoded matrices, one expert's at a time
+
+    def start(self, layer: int, x: Array, ids: NDArray[np.intp], weights: Array) -> Mix:
+        """Begin to read the experts ids [T, k] of a layer; the result mixes them for a latent [T, L]."""
+        size = ids.size * self._config.routed_expert_hidden_size * self._dtype.itemsize
+        apart = size <= SUMMANDS_MAX
+        request = self.store.request(layer, np.unique(ids).tolist(), in_order=not apart)
+
+        def mix(latent: Array) -> Array:
+            with request:
+                outputs = self._outputs(latent, ids, weights, layer, request)
+                return _sum_apart(latent, ids, outputs) if apart else _sum(latent, outputs)
+
+        return mix
+
+    def _outputs(
+        self, x: Array, ids: NDArray[np.intp], weights: Array, layer: int, request: Request
+    ) -> Iterator[Output]:
+        """Each expert's weighted outputs [n, L] for its n tokens, and where they belong in ids."""
+        beta, linear_beta = self._config.activation_situ_beta, self._config.activation_situ_linear_beta
+        for group in request.groups():
+            for held in group:
+                w1, w2, w3 = self._matrices(held, layer)
+                tokens, slots = np.nonzero(ids == held.expert)
+                output = situ_mlp(x[tokens], w1, w3, w2, beta, linear_beta)
+                yield tokens, slots, weights[tokens, slots, None] * output
+
+    def _matrices(self, held: Held, layer: int) -> Matrices:
+        """The decoded matrices of a held expert, valid until the next is decoded."""
+        try:
+            w1, w2, w3 = (self._matrix(held.parts, name) for name in ("w1", "w2", "w3"))
+        except ModelFilesError as error:
+            path = held.placement.pieces[0].path
+            raise ModelFilesError(f"{path}: layer {layer}, expert {held.expert}: {error}") from None
+        return w1, w2, w3
+
+    def _matrix(self, parts: dict[str, NDArray], name: str) -> Array:
+        plain = parts.get(f"{name}.weight")
+        if plain is not None:
+            return Checkpoint.widen(plain, self._dtype)
+        packed, scale = parts[f"{name}.weight_packed"], parts[f"{name}.weight_scale"]
+        out = self._scratch.get(name)
+        if out is None:
+            shape = scale.shape[0], scale.shape[1] * GROUP
+            out = self._scratch[name] = np.empty(shape, self._dtype)
+        return decode(packed, scale, self._dtype, out)
+
+
+Output = tuple[
+    NDArray[np.intp], NDArray[np.intp], Array
+]  # tokens [n], places in their rows of ids [n], [n, L]
+
+
+def _sum(x: Array, outputs: Iterable[Output]) -> Array:
+    """The sum over experts that come in the order of their ids."""
+    out = np.zeros_like(x)
+    for tokens, _, output in outputs:
+        out[tokens] += output
+    return out
+
+
+def _sum_apart(x: Array, ids: NDArray[np.intp], outputs: Iterable[Output]) -> Array:
+    """The same sum over experts that come in any order: each token's outputs are added by rising id."""
+    rank = np.argsort(np.argsort(ids, axis=1), axis=1)  # of each chosen expert among its token's
+    summands = np.empty((ids.shape[1], *x.shape), x.dtype)
+    for tokens, slots, output in outputs:
+        summands[rank[tokens, slots], tokens] = output
+    out = np.zeros_like(x)
+    for summand in summands:
+        out += summand
+    return out

@@ -1,0 +1,166 @@
+"""Positioned reads of expert bytes into slots, direct or through the page cache, from many threads.
+
+Direct reads take whole aligned blocks around the wanted bytes, the end of a file that is no whole block
+comes through the page cache. Every read checks that the file is still the one that was opened. Knows
+nothing of experts; does not retry.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from k3mlx.checkpoint.safetensors import FileStamp
+from k3mlx.checkpoint.untrusted import reason
+from k3mlx.errors import ModelFilesError
+
+from .slots import ALIGN, round_up
+
+READ_MAX = 1 << 30  # some systems refuse a read of 2 GiB or more
+SLICE = 4 << 20  # a read that may be given up asks after so many bytes
+
+GiveUp = Callable[[], bool]
+
+
+def direct_supported() -> bool:
+    """Whether this system has reads that bypass the page cache (whether a file system does shows later)."""
+    return hasattr(os, "preadv") and (hasattr(os, "O_DIRECT") or sys.platform == "darwin")
+
+
+class ReadGivenUp(Exception):
+    """A read of low priority was stopped on request; its slot holds nothing."""
+
+
+class ExpertFiles:
+    """Open files by path. `direct` may be switched at any time; it holds for reads that start later."""
+
+    def __init__(self, stamps: Mapping[Path, FileStamp], direct: bool = False) -> None:
+        self._stamps = stamps
+        self.direct = direct
+        self._lock = threading.Lock()
+        self._files: dict[tuple[Path, bool], _File] = {}
+
+    def read(
+        self, path: Path, offset: int, nbytes: int, memory: NDArray[np.uint8], give_up: GiveUp | None = None
+    ) -> None:
+        """Fill memory[s : s + nbytes] with the file's bytes from `offset`, s = offset mod ALIGN.
+
+        `memory` starts at a multiple of ALIGN and reaches to the next one after the read. Raises
+        ModelFilesError when the file has changed, ends early or cannot be read, ReadGivenUp as asked.
+        """
+        done = offset  # in the file; memory[x] is byte first + x
+        first, stop = offset - offset % ALIGN, offset + nbytes
+        step = SLICE if give_up is not None else READ_MAX
+        if self.direct:
+            file = self._open(path, direct=True)
+            whole = min(round_up(stop), file.size - file.size % ALIGN if file.blocks else file.size)
+            position = first
+            while position < whole:
+                _check_wanted(give_up)
+                count = file.read(position, memory[position - first : min(position + step, whole) - first])
+                position += count
+                if count % ALIGN:
+                    break  # the system stopped short: the rest goes through the page cache
+            done = max(done, min(position, stop))
+        if done < stop:
+            file = self._open(path, direct=False)
+            while done < stop:
+                _check_wanted(give_up)
+                done += file.read(done, memory[done - first : min(done + step, stop) - first])
+        file.check()
+
+    def reopen(self, path: Path) -> None:
+        """Forget a path's descriptors, so that the next read opens the file anew."""
+        with self._lock:
+            for direct in (False, True):
+                self._files.pop((path, direct), None)
+
+    def close(self) -> None:
+        """Close every file; there must be no reads in progress."""
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def _open(self, path: Path, direct: bool) -> _File:
+        with self._lock:
+            file = self._files.get((path, direct))
+            if file is None:
+                file = self._files[path, direct] = _File(path, self._stamps.get(path), direct)
+            return file
+
+
+class _File:
+    """One descriptor. Closed with its last reference, so that a read in progress may outlive `reopen`."""
+
+    def __init__(self, path: Path, expected: FileStamp | None, direct: bool) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._descriptor = -1
+        self.blocks = direct and hasattr(os, "O_DIRECT")  # reads must be of whole blocks
+        flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+        try:
+            self._descriptor = os.open(path, flags | (os.O_DIRECT if self.blocks else 0))
+            status = os.fstat(self._descriptor)
+            if direct and sys.platform == "darwin":
+                import fcntl
+
+                fcntl.fcntl(self._descriptor, fcntl.F_NOCACHE, 1)
+        except OSError as error:
+            raise ModelFilesError(f"{path}: cannot be opened ({reason(error)})") from None
+        self._expected = expected or FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+        self.size = self._expected.size
+        self.check()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def check(self) -> None:
+        """Raise ModelFilesError unless the open file is as it was when the model was opened."""
+        status = os.fstat(self._descriptor)
+        stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+        if stamp != self._expected:
+            raise ModelFilesError(
+                f"{self._path}: changed since the model was opened ({stamp.size} bytes,"
+                f" was {self._expected.size}); open it again"
+            )
+
+    def read(self, offset: int, memory: NDArray[np.uint8]) -> int:
+        """Read at most `len(memory)` bytes and return how many, at least one."""
+        try:
+            count = self._read_some(offset, memory.data)
+        except OSError as error:
+            raise ModelFilesError(
+                f"{self._path}: reading {memory.size} bytes at {offset} failed ({reason(error)})"
+            ) from None
+        if count == 0:
+            raise ModelFilesError(
+                f"{self._path}: ends at byte {offset}, {memory.size} bytes of a read are missing:"
+                " cut since the model was opened"
+            )
+        return count
+
+    def _read_some(self, offset: int, view: memoryview) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._descriptor, [view], offset)
+        with self._lock:
+            os.lseek(self._descriptor, offset, os.SEEK_SET)
+            data = os.read(self._descriptor, min(len(view), SLICE))
+        view[: len(data)] = data
+        return len(data)
+
+
+def _check_wanted(give_up: GiveUp | None) -> None:
+    if give_up is not None and give_up():
+        raise ReadGivenUp
