@@ -46,7 +46,7 @@ class ArgumentsWriter:
     """
 
     def __init__(self, keep_repeats: bool) -> None:
-        self.element = ""  # name of the open element, empty between elements
+        self.element = ""  # name of the open or last element
         self._keep_repeats = keep_repeats
         self._form = ""  # name of the first element
         self._ignored = False
@@ -86,7 +86,6 @@ class ArgumentsWriter:
 
     def close(self) -> str:
         """The open element ends."""
-        self.element = ""
         if self._ignored or self._form == "json":
             return ""
         if self._type == "string":
