@@ -44,7 +44,9 @@ INLINE float float_of_half(uint16_t h) {
 
 #include "situ.h"
 
-enum { UNIT_VECTORS = UNIT / VL, GROUPS = K3_DEPTH / 32 + 4, ONE_DEPTH = 4096, ONE_GROUPS = ONE_DEPTH / 32 + 4 };
+/* Weights are decoded into registers for up to FEW tokens at a time, and at most FEW_ROUNDS times. */
+enum { FEW = 4, FEW_ROUNDS = 4 };
+enum { UNIT_VECTORS = UNIT / VL, GROUPS = K3_DEPTH / 32, ONE_DEPTH = 4096, ONE_GROUPS = ONE_DEPTH / 32 };
 enum { TILE_ROWS = (K3_ROWS + MR - 1) / MR * MR }; /* rows of the decoded tile; those beyond K3_ROWS are zero */
 
 /* Twice the e2m1 values: integers, and with scales of 2^(s - 130) no decoded weight leaves the range of float32 at
@@ -62,9 +64,8 @@ INLINE int group_shift(const int format, const k3_matrix *m) {
     return format == K3_MXFP4 || m->group == 32 ? 5 : m->group == 64 ? 6 : 7;
 }
 
-/* Scales first..first+count-1 of a row as floats, zeros behind them up to `room`. */
-INLINE void widen(const int format, int type, const uint8_t *row, int64_t first, int64_t count, int room,
-                  float *out) {
+/* Scales first..first+count-1 of a row as floats. */
+INLINE void widen(const int format, int type, const uint8_t *row, int64_t first, int64_t count, float *out) {
     if (format == K3_MXFP4) {
         const uint8_t *p = row + first;
         for (int64_t i = 0; i < count; i++) {
@@ -81,7 +82,6 @@ INLINE void widen(const int format, int type, const uint8_t *row, int64_t first,
         else
             for (int64_t i = 0; i < count; i++) out[i] = float_of_half(load_u16(p + 2 * i));
     }
-    for (int64_t i = count; i < room; i++) out[i] = 0;
 }
 
 /* Weights of the unit at p; s and b point at the scales of the unit's first group. */
@@ -104,58 +104,75 @@ INLINE const uint8_t *last_unit(const int format, const uint8_t *p, int64_t colu
     return copy;
 }
 
-/* sum += the unit at p, which holds columns c.. of a row, times x. */
-INLINE void add_unit(const int format, const uint8_t *p, const float *s, const float *b, int64_t c, int shift,
-                     vtable table, const float *x, vf *sum) {
+/* sum[t] += the unit at p, which holds columns c.. of a row, times x[t]. */
+INLINE void add_unit(const int format, const int N, const uint8_t *p, const float *s, const float *b, int64_t c,
+                     int shift, vtable table, const float *const *x, vf *sum) {
     vf w[UNIT_VECTORS];
     decode_unit(format, p, s + (c >> shift), b + (c >> shift), shift, table, w);
-    for (int i = 0; i < UNIT_VECTORS; i++) *sum = v_fma(w[i], v_load(x + c + VL * i), *sum);
+    UNROLL for (int i = 0; i < UNIT_VECTORS; i++)
+        UNROLL for (int t = 0; t < N; t++) sum[t] = v_fma(w[i], v_load(x[t] + c + VL * i), sum[t]);
 }
 
-/* R rows times one token, decoded into registers. The rows that come next are fetched from memory meanwhile: a CPU's
+/* R rows times N tokens, decoded into registers. The rows that come next are fetched from memory meanwhile: a CPU's
  * own prefetching stops at the end of each short row. */
-INLINE void rows_one(const int format, const int R, const k3_matrix *m, int64_t row0, const float *x, float *y) {
+INLINE void rows_few(const int format, const int R, const int N, const k3_matrix *m, int64_t row0,
+                     const float *const *x, float *y) {
     const int bytes = UNIT * weight_bits(format) / 8, scaled = format <= K3_Q8, shift = group_shift(format, m);
     const int line = bytes < 64 ? 64 / bytes : 1; /* units of a cache line */
     const int64_t ahead = MR1 * m->row_bytes;
     const vtable table = v_table(format == K3_MXFP4 ? mxfp4_codes : integers);
     float s[MR1][ONE_GROUPS], b[MR1][ONE_GROUPS];
     uint8_t copy[UNIT * 4];
-    vf sum[MR1];
-    for (int r = 0; r < R; r++) sum[r] = v_zero();
+    vf sum[MR1][FEW];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int t = 0; t < N; t++) sum[r][t] = v_zero();
     for (int64_t c0 = 0; c0 < m->cols; c0 += ONE_DEPTH) {
         int64_t columns = m->cols - c0 < ONE_DEPTH ? m->cols - c0 : ONE_DEPTH, full = columns / UNIT;
         const uint8_t *p[MR1];
+        const float *xc[FEW];
+        for (int t = 0; t < N; t++) xc[t] = x[t] + c0;
         for (int r = 0; r < R; r++) {
             p[r] = m->weight + (row0 + r) * m->row_bytes + c0 * weight_bits(format) / 8;
             if (!scaled) continue;
             int64_t groups = columns >> shift;
-            widen(format, m->scale_type, m->scale + (row0 + r) * m->scale_bytes, c0 >> shift, groups,
-                  (int)groups + 4, s[r]);
+            widen(format, m->scale_type, m->scale + (row0 + r) * m->scale_bytes, c0 >> shift, groups, s[r]);
             if (format != K3_MXFP4)
-                widen(format, m->scale_type, m->bias + (row0 + r) * m->scale_bytes, c0 >> shift, groups,
-                      (int)groups + 4, b[r]);
+                widen(format, m->scale_type, m->bias + (row0 + r) * m->scale_bytes, c0 >> shift, groups, b[r]);
         }
-        const float *xc = x + c0;
         int64_t u = 0;
         for (; u + line <= full; u += line)
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
+            UNROLL for (int r = 0; r < R; r++) {
                 __builtin_prefetch(p[r] + u * bytes + ahead);
-#pragma GCC unroll 8
-                for (int i = 0; i < line; i++)
-                    add_unit(format, p[r] + (u + i) * bytes, s[r], b[r], (u + i) * UNIT, shift, table, xc, &sum[r]);
+                if (bytes > 64) __builtin_prefetch(p[r] + u * bytes + ahead + 64);
+                UNROLL for (int i = 0; i < line; i++)
+                    add_unit(format, N, p[r] + (u + i) * bytes, s[r], b[r], (u + i) * UNIT, shift, table, xc, sum[r]);
             }
         for (; u < full; u++)
             for (int r = 0; r < R; r++)
-                add_unit(format, p[r] + u * bytes, s[r], b[r], u * UNIT, shift, table, xc, &sum[r]);
+                add_unit(format, N, p[r] + u * bytes, s[r], b[r], u * UNIT, shift, table, xc, sum[r]);
         if (columns % UNIT)
             for (int r = 0; r < R; r++) {
                 const uint8_t *last = last_unit(format, p[r] + full * bytes, columns % UNIT, copy);
-                add_unit(format, last, s[r], b[r], full * UNIT, shift, table, xc, &sum[r]);
+                add_unit(format, N, last, s[r], b[r], full * UNIT, shift, table, xc, sum[r]);
             }
     }
-    for (int r = 0; r < R; r++) y[r] = v_sum(sum[r]);
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < N; t++) y[t * K3_ROWS + r] = v_sum(sum[r][t]);
+}
+
+INLINE void tile_few(const int format, const k3_matrix *m, int64_t row0, int rows, const float *const *x, int tokens,
+                     float *y) {
+    int r = 0;
+    for (; r + MR1 <= rows; r += MR1)
+        for (int t = 0; t < tokens;) {
+            int count = tokens - t >= FEW ? FEW : tokens - t >= 2 ? 2 : 1;
+            if (count == FEW) rows_few(format, MR1, FEW, m, row0 + r, x + t, y + t * K3_ROWS + r);
+            if (count == 2) rows_few(format, MR1, 2, m, row0 + r, x + t, y + t * K3_ROWS + r);
+            if (count == 1) rows_few(format, MR1, 1, m, row0 + r, x + t, y + t * K3_ROWS + r);
+            t += count;
+        }
+    for (; r < rows; r++)
+        for (int t = 0; t < tokens; t++) rows_few(format, 1, 1, m, row0 + r, x + t, y + t * K3_ROWS + r);
 }
 
 /* Columns c0..c0+columns-1 of a row as floats, zeros up to a whole unit. */
@@ -165,9 +182,9 @@ INLINE void decode_row(const int format, const k3_matrix *m, int64_t row, int64_
     float s[GROUPS], b[GROUPS];
     uint8_t copy[UNIT * 4];
     if (scaled) {
-        widen(format, m->scale_type, m->scale + row * m->scale_bytes, c0 >> shift, columns >> shift, GROUPS, s);
+        widen(format, m->scale_type, m->scale + row * m->scale_bytes, c0 >> shift, columns >> shift, s);
         if (format != K3_MXFP4)
-            widen(format, m->scale_type, m->bias + row * m->scale_bytes, c0 >> shift, columns >> shift, GROUPS, b);
+            widen(format, m->scale_type, m->bias + row * m->scale_bytes, c0 >> shift, columns >> shift, b);
     }
     const uint8_t *p = m->weight + row * m->row_bytes + c0 * weight_bits(format) / 8;
     for (int64_t c = 0; c < columns; c += UNIT, p += bytes, out += UNIT) {
@@ -181,28 +198,20 @@ INLINE void decode_row(const int format, const k3_matrix *m, int64_t row, int64_
 /* sum[t][r] += w[r] . x[t] over `columns` columns; MR decoded rows, N tokens, all sums in registers. */
 INLINE void block(const int N, const float *w, const float *const *x, int64_t c0, int64_t columns, float *sums) {
     vf sum[NT][MR];
-#pragma GCC unroll 8
-    for (int t = 0; t < N; t++)
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; r++) sum[t][r] = v_load(sums + (t * TILE_ROWS + r) * VL);
+    UNROLL for (int t = 0; t < N; t++)
+        UNROLL for (int r = 0; r < MR; r++) sum[t][r] = v_load(sums + (t * TILE_ROWS + r) * VL);
     const float *xt[NT];
-#pragma GCC unroll 8
-    for (int t = 0; t < N; t++) xt[t] = x[t] + c0;
+    UNROLL for (int t = 0; t < N; t++) xt[t] = x[t] + c0;
     for (int64_t c = 0; c < columns; c += VL) {
         vf wr[MR];
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; r++) wr[r] = v_load(w + r * K3_DEPTH + c);
-#pragma GCC unroll 8
-        for (int t = 0; t < N; t++) {
+        UNROLL for (int r = 0; r < MR; r++) wr[r] = v_load(w + r * K3_DEPTH + c);
+        UNROLL for (int t = 0; t < N; t++) {
             vf xv = v_load(xt[t] + c);
-#pragma GCC unroll 8
-            for (int r = 0; r < MR; r++) sum[t][r] = v_fma(wr[r], xv, sum[t][r]);
+            UNROLL for (int r = 0; r < MR; r++) sum[t][r] = v_fma(wr[r], xv, sum[t][r]);
         }
     }
-#pragma GCC unroll 8
-    for (int t = 0; t < N; t++)
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; r++) v_store(sums + (t * TILE_ROWS + r) * VL, sum[t][r]);
+    UNROLL for (int t = 0; t < N; t++)
+        UNROLL for (int r = 0; r < MR; r++) v_store(sums + (t * TILE_ROWS + r) * VL, sum[t][r]);
 }
 
 typedef void (*block_function)(const float *w, const float *const *x, int64_t c0, int64_t columns, float *sums);
@@ -253,13 +262,10 @@ INLINE void tile_many(const int format, const k3_matrix *m, int64_t row0, int ro
 
 INLINE void tile_format(const int format, const k3_matrix *m, int64_t row0, int rows, const float *const *x,
                         int tokens, float *y, uint8_t *scratch) {
-    if (tokens == 1) {
-        int r = 0;
-        for (; r + MR1 <= rows; r += MR1) rows_one(format, MR1, m, row0 + r, x[0], y + r);
-        for (; r < rows; r++) rows_one(format, 1, m, row0 + r, x[0], y + r);
-    } else {
+    if (tokens <= FEW_ROUNDS * FEW)
+        tile_few(format, m, row0, rows, x, tokens, y);
+    else
         tile_many(format, m, row0, rows, x, tokens, y, scratch);
-    }
     if (format == K3_MXFP4)
         for (int t = 0; t < tokens; t++)
             for (int r = 0; r < rows; r++) y[t * K3_ROWS + r] *= MXFP4_FACTOR;

@@ -3,6 +3,7 @@
 
 #define ISA_SYMBOL k3_isa_neon
 #define ISA_NAME "neon"
+#define UNROLL _Pragma("GCC unroll 8")
 enum { VL = 4, MR = 4, NT = 5, MR1 = 4, UNIT = 32, REORDERS = 0 };
 typedef float32x4_t vf;
 typedef int8x16_t vtable;

@@ -1,53 +1,60 @@
-/* Plain C: 4 lanes that a compiler may or may not put into one register; products are rounded before they are
+/* Plain C over vectors of 4 that compilers lower to what the machine has; products are rounded before they are
  * added, which is the one difference in arithmetic from the other instruction sets. */
 #define ISA_SYMBOL k3_isa_portable
 #define ISA_NAME "portable"
-enum { VL = 4, MR = 2, NT = 4, MR1 = 4, UNIT = 32, REORDERS = 0 };
-typedef struct {
-    float lane[4];
-} vf;
+#define UNROLL
+enum { VL = 4, MR = 2, NT = 4, MR1 = 2, UNIT = 32, REORDERS = 0 };
+typedef float vf __attribute__((vector_size(16)));
 typedef struct {
     float code[16];
 } vtable;
 
-INLINE vf v_zero(void) { return (vf){{0, 0, 0, 0}}; }
-INLINE vf v_load(const float *p) { return (vf){{p[0], p[1], p[2], p[3]}}; }
-INLINE void v_store(float *p, vf a) {
-    for (int i = 0; i < 4; i++) p[i] = a.lane[i];
+INLINE vf v_zero(void) { return (vf){0, 0, 0, 0}; }
+INLINE vf v_load(const float *p) {
+    vf a;
+    memcpy(&a, p, sizeof a);
+    return a;
 }
-INLINE vf v_fma(vf a, vf b, vf c) {
-    for (int i = 0; i < 4; i++) c.lane[i] += a.lane[i] * b.lane[i];
-    return c;
-}
-INLINE float v_sum(vf a) { return (a.lane[0] + a.lane[2]) + (a.lane[1] + a.lane[3]); }
+INLINE void v_store(float *p, vf a) { memcpy(p, &a, sizeof a); }
+INLINE vf v_fma(vf a, vf b, vf c) { return a * b + c; }
+INLINE float v_sum(vf a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 
 INLINE vtable v_table(const float *codes) {
     vtable table;
-    for (int i = 0; i < 16; i++) table.code[i] = codes[i];
+    memcpy(table.code, codes, sizeof table.code);
     return table;
 }
 
 INLINE int64_t v_position(int64_t c) { return c; }
 
-INLINE int code(const uint8_t *p, int c) { return p[c / 2] >> (c % 2 * 4) & 15; }
-INLINE float nibble(const uint8_t *p, int c) { return (float)code(p, c); }
-
 INLINE void v_mxfp4(const uint8_t *p, const float *s, vtable table, vf *w) {
-    for (int c = 0; c < 32; c++) w[c / 4].lane[c % 4] = table.code[code(p, c)] * s[0];
+    float values[32];
+    for (int c = 0; c < 16; c++) {
+        values[2 * c] = table.code[p[c] & 15] * s[0];
+        values[2 * c + 1] = table.code[p[c] >> 4] * s[0];
+    }
+    memcpy(w, values, sizeof values);
 }
 
 /* Rounded once, as a fused multiply-add would: the product is exact in double. */
-INLINE float affine(float q, float s, float b) { return (float)((double)q * s + b); }
+INLINE float affine(int q, float s, float b) { return (float)((double)q * s + b); }
 
 INLINE void v_q4(const uint8_t *p, const float *s, const float *b, int shift, vtable table, vf *w) {
+    float values[32];
     (void)shift; /* a unit lies in one group */
     (void)table;
-    for (int c = 0; c < 32; c++) w[c / 4].lane[c % 4] = affine(nibble(p, c), s[0], b[0]);
+    for (int c = 0; c < 16; c++) {
+        values[2 * c] = affine(p[c] & 15, s[0], b[0]);
+        values[2 * c + 1] = affine(p[c] >> 4, s[0], b[0]);
+    }
+    memcpy(w, values, sizeof values);
 }
 
 INLINE void v_q8(const uint8_t *p, const float *s, const float *b, int shift, vf *w) {
+    float values[32];
     (void)shift;
-    for (int c = 0; c < 32; c++) w[c / 4].lane[c % 4] = affine((float)p[c], s[0], b[0]);
+    for (int c = 0; c < 32; c++) values[c] = affine(p[c], s[0], b[0]);
+    memcpy(w, values, sizeof values);
 }
 
 INLINE vf v_f32(const uint8_t *p) {
@@ -57,13 +64,13 @@ INLINE vf v_f32(const uint8_t *p) {
 }
 
 INLINE vf v_bf16(const uint8_t *p) {
-    vf a;
-    for (int i = 0; i < 4; i++) a.lane[i] = float_of_bits((uint32_t)load_u16(p + 2 * i) << 16);
-    return a;
+    float values[4];
+    for (int i = 0; i < 4; i++) values[i] = float_of_bits((uint32_t)load_u16(p + 2 * i) << 16);
+    return v_load(values);
 }
 
 INLINE vf v_f16(const uint8_t *p) {
-    vf a;
-    for (int i = 0; i < 4; i++) a.lane[i] = float_of_half(load_u16(p + 2 * i));
-    return a;
+    float values[4];
+    for (int i = 0; i < 4; i++) values[i] = float_of_half(load_u16(p + 2 * i));
+    return v_load(values);
 }

@@ -1,0 +1,125 @@
+"""Checks the CPU kernels of this machine against float64 in a fraction of a second.
+
+Owns small cases of every format and of the fused experts. Who acts on a failure is the caller's business.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..checkpoint import mxfp4
+from ..reference.moe import mix_experts
+from .cpu import CpuKernels
+from .cpu_matrix import Matrix
+
+TOLERANCE = 1e-6  # of the sum of the products' magnitudes, the scale on which float32 sums err
+EXPERTS_TOLERANCE = 2e-6  # of the largest output: two products and SiTU behind one another
+_TOKENS = (1, 3, 18)  # the three ways a tile is computed
+
+
+class Check(NamedTuple):
+    """Outcome of one case: `worst` is the largest relative error, NaN where a result was not finite."""
+
+    name: str
+    ok: bool
+    worst: float
+    tolerance: float
+
+
+def verify(kernels: CpuKernels) -> list[Check]:
+    """Compare every format's product and the fused experts with float64."""
+    rng = np.random.default_rng(6)
+    checks = []
+    for name, matrix, weight in _matrices(rng):
+        worst = 0.0
+        for tokens in _TOKENS:
+            x = rng.standard_normal((tokens, weight.shape[1])).astype(np.float32)
+            worst = _largest(worst, relative_error(kernels.matmul(x, matrix), x, weight))
+        checks.append(Check(name, worst <= TOLERANCE, worst, TOLERANCE))
+    worst = _experts_error(kernels, rng)
+    checks.append(Check("experts_mix", worst <= EXPERTS_TOLERANCE, worst, EXPERTS_TOLERANCE))
+    return checks
+
+
+def relative_error(got: NDArray, x: NDArray, weight: NDArray) -> float:
+    """max |got - x W^T| / (|x| |W|^T) with the product taken in float64; x [T, in], weight [out, in] float64."""
+    wide = x.astype(np.float64)
+    magnitude = np.abs(wide) @ np.abs(weight).T
+    error = np.abs(got - wide @ weight.T)
+    return float((error / np.maximum(magnitude, np.finfo(np.float32).tiny)).max())
+
+
+def decode_affine(packed: NDArray, scales: NDArray, biases: NDArray, bits: int, group: int) -> NDArray:
+    """scale * q + bias in float64 from MLX's packing; scales and biases float32, float16 or bf16 as uint16."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    codes = (packed[:, :, None] >> shifts & (2**bits - 1)).reshape(len(packed), -1)
+    wide = [np.repeat(widen_float64(a), group, axis=1) for a in (scales, biases)]
+    return codes * wide[0] + wide[1]
+
+
+def widen_float64(array: NDArray) -> NDArray[np.float64]:
+    """Floats, or bf16 bits in uint16, as float64."""
+    if array.dtype == np.uint16:
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float64)
+
+
+def _matrices(rng: np.random.Generator) -> list[tuple[str, Matrix, NDArray]]:
+    rows, cols = 37, 640  # rows are no multiple of a tile; columns span more than one decoded block
+    packed, scale = random_mxfp4(rng, rows, cols)
+    found = [("mxfp4", Matrix.mxfp4(packed, scale), mxfp4.decode(packed, scale, np.float64))]
+    for bits, group in ((4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)):
+        words = rng.integers(0, 1 << 32, (rows, cols * bits // 32), dtype=np.uint32)
+        for scales_as in (np.float32, np.float16, np.uint16):
+            scales, biases = (
+                _narrow(rng.standard_normal((rows, cols // group)), np.dtype(scales_as)) for _ in range(2)
+            )
+            name = f"int{bits} groups of {group}, {_NAMES[np.dtype(scales_as)]} scales"
+            matrix = Matrix.affine(words, scales, biases, bits, group)
+            found.append((name, matrix, decode_affine(words, scales, biases, bits, group)))
+    for kept_as in (np.float32, np.float16, np.uint16):
+        weight = _narrow(rng.standard_normal((rows, cols - 3)), np.dtype(kept_as))
+        found.append((_NAMES[weight.dtype], Matrix.dense(weight), widen_float64(weight)))
+    return found
+
+
+def random_mxfp4(rng: np.random.Generator, rows: int, cols: int) -> tuple[NDArray, NDArray]:
+    """packed [rows, cols/2] and scale [rows, cols/32] with weights of about 1."""
+    packed = rng.integers(0, 256, (rows, cols // 2), dtype=np.uint8)
+    return packed, rng.integers(123, 129, (rows, cols // 32), dtype=np.uint8)
+
+
+def _experts_error(kernels: CpuKernels, rng: np.random.Generator) -> float:
+    latent, inner, count, tokens = 96, 64, 3, 7
+    experts = []
+    for _ in range(count):
+        parts = [random_mxfp4(rng, *shape) for shape in ((inner, latent), (latent, inner), (inner, latent))]
+        experts.append(tuple(array for pair in parts for array in pair))
+    x = (0.2 * rng.standard_normal((tokens, latent))).astype(np.float32)
+    ids = np.stack([rng.permutation(count)[:2] for _ in range(tokens)])
+    weights = rng.random(ids.shape)
+    rows = [np.nonzero(ids == expert) for expert in range(count)]
+    got = kernels.experts_mix(
+        x, experts, [tokens for tokens, _ in rows], [weights[pair] for pair in rows], 4.0, 25.0
+    )
+    wide = [tuple(mxfp4.decode(*e[i : i + 2], np.float64) for i in (0, 2, 4)) for e in experts]
+    expected = mix_experts(
+        x.astype(np.float64), ids, weights, lambda chosen: [(int(i), wide[i]) for i in chosen], 4.0, 25.0
+    )
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+_NAMES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(np.uint16): "bf16"}
+
+
+def _narrow(values: NDArray, dtype: np.dtype) -> NDArray:
+    if dtype == np.uint16:
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(dtype)
+
+
+def _largest(a: float, b: float) -> float:
+    return float(np.maximum(a, b))  # keeps NaN, which then fails the comparison
