@@ -14,7 +14,8 @@ import numpy as np
 
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
-from .errors import UsageError
+from .devices import Choice
+from .errors import ResourceError, UsageError
 from .experts.compute import NumpyExperts
 from .experts.options import StreamOptions
 from .experts.store import ExpertStore
@@ -26,9 +27,13 @@ class Backend(Protocol):
     """One loaded model on one kind of hardware."""
 
     name: str
-    device: str
     dtype: str
     config: ModelConfig
+    notes: tuple[str, ...]  # lines about what it runs on, for whoever started it
+
+    @property
+    def device(self) -> str:
+        """Where the dense parts run now: `cpu`, `metal` or `cuda`."""
 
     def new_state(self) -> Any:
         """The state before the first token."""
@@ -59,6 +64,7 @@ class NumpyBackend:
 
     name = "numpy"
     device = "cpu"
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -128,3 +134,33 @@ class NumpyBackend:
             "shared_experts": moe,
             "head": 1,
         }
+
+
+def make_backend(
+    choice: Choice,
+    checkpoint: Checkpoint,
+    dtype: str | None,
+    expert_cache: int | None,
+    experts_device: str = "cpu",
+    streaming: StreamOptions | None = None,
+) -> Backend:
+    """The backend that was chosen, with the model loaded. dtype None is the backend's own choice.
+
+    Raises UsageError for a dtype that it does not compute in, ResourceError for experts on a GPU without one.
+    """
+    if experts_device not in ("cpu", "gpu"):
+        raise UsageError(f"experts_device is {experts_device!r}, expected cpu or gpu")
+    if experts_device == "gpu" and choice.device == "cpu":
+        raise ResourceError("experts_device gpu asks for a GPU, but this run has none: see --device")
+    if choice.backend == "numpy":
+        made: Backend = NumpyBackend(checkpoint, dtype or "float32", expert_cache, streaming)
+    else:
+        from .model.backend import MlxBackend
+
+        dtype = dtype or ("float32" if choice.device == "cpu" else "bfloat16")
+        made = MlxBackend(
+            checkpoint, dtype, expert_cache, streaming,
+            device=choice.device, kernels=choice.kernels, experts_device=experts_device,
+        )  # fmt: skip
+    made.notes = choice.notes
+    return made

@@ -17,14 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from .backend import Backend, NumpyBackend
+from .backend import Backend, make_backend
 from .checkpoint.hub import resolve
 from .checkpoint.safetensors import read_header
 from .checkpoint.snapshot import Checkpoint, read_tensor
 from .checkpoint.writer import write_safetensors
 from .clock import Clock
 from .config import ModelConfig
-from .errors import K3Error, ModelFilesError, ResourceError, UsageError
+from .devices import choose
+from .errors import K3Error, ModelFilesError, UsageError
 from .memory import parse_size, peak_memory_bytes
 from .reference.model import Hooks
 from .tokenizer import Tokenizer
@@ -42,28 +43,29 @@ def load(
     backend: str = "auto",
     device: str = "auto",
     dtype: str | None = None,
+    experts_device: str = "cpu",
     expert_cache: int | str = "auto",
     prefill_step_size: int = PREFILL_STEP,
 ) -> Engine:
     """Open a Kimi K3 and load its dense weights.
 
     model: a folder, a repo id in the Hugging Face cache, or None for the small model of the package.
-    backend: `numpy`, or `auto` for the best one present. device: `cpu` or `auto`.
-    dtype: what the dense parts compute in: `float32` (default) or `float64` on numpy.
+    backend: `mlx`, `numpy`, or `auto` for mlx where it has a GPU, else numpy. device: `gpu`, `cpu`, or `auto`,
+    which leaves it to K3_METAL (1 Metal or nothing, 0 never a GPU) and to what is there.
+    dtype: what the dense parts compute in: float32 (default) or float64 on numpy; bfloat16 (default on a GPU)
+    or float32 (default on the CPU) on mlx. experts_device: `cpu`, or `gpu` for mlx on a GPU.
     expert_cache: bytes of expert payload kept in memory (`40GB`, or an integer); `auto` keeps all read.
     prefill_step_size: prompt tokens per forward pass; the one setting here that may change the last bits.
     Raises UsageError, ModelFilesError or ResourceError.
     """
-    if backend not in ("auto", "numpy"):
-        raise UsageError(f"backend is {backend!r}, expected auto or numpy")
-    if device not in ("auto", "cpu"):
-        raise ResourceError(f"device {device!r} is not available on the numpy backend; use cpu or auto")
     if prefill_step_size < 1:
         raise UsageError(f"prefill_step_size is {prefill_step_size}, expected at least 1")
     budget = None if expert_cache == "auto" else parse_size(expert_cache, "expert_cache")
+    choice = choose("numpy" if backend == "auto" and dtype == "float64" else backend, device)
     folder = resolve(model)
     checkpoint = Checkpoint.open(folder)
-    return Engine(folder, checkpoint, NumpyBackend(checkpoint, dtype or "float32", budget), prefill_step_size)
+    made = make_backend(choice, checkpoint, dtype, budget, experts_device)
+    return Engine(folder, checkpoint, made, prefill_step_size)
 
 
 @dataclass
@@ -244,7 +246,7 @@ class Session:
                 raise Cancelled(f"stopped before layer {layer}")
 
         engine = self.engine
-        hooks = Hooks(before_layer=before_layer, clock=engine.clock)
+        hooks = Hooks(before_layer=before_layer, clock=engine.clock, fed=self._ids)
         engine.clock.resume()
         try:
             logits, state = engine.backend.forward(ids, self._state, all_logits, hooks)

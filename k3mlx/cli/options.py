@@ -18,10 +18,26 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model", help="folder or repo id in the local cache (default: the small K3 in the package)"
     )
-    group.add_argument("--backend", choices=("auto", "numpy"), default="auto")
-    group.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
     group.add_argument(
-        "--dtype", choices=("float32", "float64"), help="what is computed in (default: float32)"
+        "--backend",
+        choices=("auto", "mlx", "numpy"),
+        default="auto",
+        help="auto: mlx where it has a GPU, else numpy",
+    )
+    group.add_argument(
+        "--device",
+        choices=("auto", "gpu", "cpu"),
+        default="auto",
+        help="gpu is Metal or CUDA; auto: as K3_METAL=0|1 says, else a GPU if there is one",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32", "float64"),
+        help="what is computed in: float32 or float64 on numpy, bfloat16 or float32 on mlx"
+        " (default: bfloat16 on a GPU, else float32)",
+    )
+    group.add_argument(
+        "--experts-device", choices=("cpu", "gpu"), default="cpu", help="where routed experts compute (mlx)"
     )
     group.add_argument(
         "--expert-cache",
@@ -58,9 +74,12 @@ def open_engine(args: argparse.Namespace) -> Engine:
         backend=args.backend,
         device=args.device,
         dtype=args.dtype,
+        experts_device=args.experts_device,
         expert_cache=args.expert_cache,
         prefill_step_size=args.prefill_step_size,
     )
+    for line in engine.backend.notes:
+        note(f"k3mlx: {line}")
     parts = engine.backend.parts_report()
     experts = next(part["format"] for part in parts if part["part"] == "experts")
     config = engine.config

@@ -29,12 +29,14 @@ class Hooks:
     """What a caller may watch in a forward pass.
 
     `before_layer(layer)` may raise to abandon the pass; `probe(stage, array)` sees every named
-    intermediate, e.g. `layers.3.attention`; `clock` is told which part is running.
+    intermediate, e.g. `layers.3.attention`; `clock` is told which part is running. `fed` are the ids
+    before this pass, for a note of them should the process have to end.
     """
 
     before_layer: Callable[[int], None] = lambda layer: None
     probe: Probe = no_probe
     clock: Clock = field(default_factory=Clock)
+    fed: Sequence[int] = ()
 
 
 class ReferenceModel:

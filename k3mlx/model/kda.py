@@ -1,0 +1,36 @@
+"""Kimi delta attention in MLX: the projections around the recurrence.
+
+What lies between them, convolution to gated output, is one call of the kernel layer, which has plain MLX
+operations behind it (`k3mlx.kernels`). Source: model specification §2.3.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from k3mlx.config import ModelConfig
+from k3mlx.kernels import Kernels
+
+from .ops import Probe, Weights, linear
+from .state import KdaState
+
+
+def kda(
+    x: mx.array, w: Weights, old: KdaState, config: ModelConfig, kernels: Kernels, probe: Probe | None
+) -> tuple[mx.array, KdaState]:
+    """KDA on the normed input x [T, D] -> [T, D] and the layer's new state; the old one is left untouched."""
+    q, k, v = (linear(x, w[f"{stream}_proj"]) for stream in "qkv")
+    z = linear(linear(x, w["f_a_proj"]), w["f_b_proj"])  # no activation between the two factors
+    b = linear(x, w["b_proj"])
+    gate = linear(x, w["g_proj"])
+    y, windows, state = kernels.kda_step(
+        q[None], k[None], v[None], z[None], b[None], gate[None], old.windows, old.state,
+        w["taps"], w["A_log"], w["dt_bias"], w["o_norm"],
+        config.gate_lower_bound, config.rms_norm_eps, config.l2_norm_eps,
+    )  # fmt: skip
+    y = y[0]
+    if probe is not None:
+        stages = (("q", q), ("k", k), ("v", v), ("z", z), ("b", b), ("gate", gate), ("gated", y))
+        for stage, array in (*stages, ("windows", windows[0]), ("state", state[0])):
+            probe(stage, array)
+    return linear(y, w["o_proj"]), KdaState(windows, state)

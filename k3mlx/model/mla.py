@@ -1,0 +1,117 @@
+"""Multi-head latent attention without positions, over the latent cache and the rows of the present step.
+
+Owns the arithmetic between the projections of an MLA layer, in two forms: absorbed (keys stay latent) and
+expanded (keys and values per head, a block of cached tokens at a time). Scores, softmax and the weighted
+sum are float32. The cache itself is in `state.py`. Source: model specification §2.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+SCORE_ELEMENTS = 1 << 24  # scores held at once
+BLOCK_MAX = 1 << 15  # cached tokens widened to float32 at once
+BLOCK_MIN = 64
+
+
+def attend(
+    q_nope: mx.array, q_ext: mx.array, cached: mx.array, new: mx.array, U: mx.array, O: mx.array, scale: float
+) -> mx.array:
+    """Causal attention of T new tokens over S0 cached ones and themselves, in the cheaper form.
+
+    q_nope [T, H, n]; q_ext [T, H, e]; cached [S0, r+e] and new [T, r+e], latent then extra part of each token;
+    U [H, n, r]; O [H, m, r]; scale multiplies the scores. Returns [T, H, m] in the dtype of q_nope.
+    """
+    tokens, _, n = q_nope.shape
+    m, r = O.shape[1:]
+    e, total = q_ext.shape[-1], cached.shape[0] + tokens
+    expanded = tokens * total * (n + e + m) + total * r * (n + m)
+    absorbed = tokens * total * (r + e + r) + tokens * r * (n + m)
+    form = attend_absorbed if absorbed <= expanded else attend_expanded
+    return form(q_nope, q_ext, cached, new, U, O, scale)
+
+
+def attend_absorbed(
+    q_nope: mx.array, q_ext: mx.array, cached: mx.array, new: mx.array, U: mx.array, O: mx.array, scale: float
+) -> mx.array:
+    """`attend` as multi-query attention in the latent space: keys are never expanded."""
+    tokens, heads, _ = q_nope.shape
+    rank = U.shape[-1]
+    q_latent = q_nope.swapaxes(0, 1) @ U  # [H, T, r]
+    q = mx.concatenate([q_latent, q_ext.swapaxes(0, 1)], axis=-1).astype(mx.float32) * scale
+    q = q.reshape(heads * tokens, -1)  # one matrix product serves all heads, which share the keys
+
+    def block(rows: mx.array) -> tuple[mx.array, mx.array]:
+        return rows, rows[:, :rank]
+
+    mixed = _softmax_over_blocks(q, cached, new, heads, block)  # [H*T, r]
+    mixed = mixed.reshape(heads, tokens, rank).astype(q_nope.dtype)
+    return (mixed @ O.swapaxes(1, 2)).swapaxes(0, 1)
+
+
+def attend_expanded(
+    q_nope: mx.array, q_ext: mx.array, cached: mx.array, new: mx.array, U: mx.array, O: mx.array, scale: float
+) -> mx.array:
+    """`attend` with per-head keys and values of one block of tokens at a time."""
+    heads, rank = U.shape[0], U.shape[-1]
+    q = mx.concatenate([q_nope, q_ext], axis=-1).swapaxes(0, 1).astype(mx.float32) * scale  # [H, T, n+e]
+    key_map, value_map = U.swapaxes(1, 2).astype(mx.float32), O.swapaxes(1, 2).astype(mx.float32)
+
+    def block(rows: mx.array) -> tuple[mx.array, mx.array]:
+        latent, ext = rows[:, :rank], rows[:, rank:]
+        shared = mx.broadcast_to(ext, (heads, *ext.shape))
+        return mx.concatenate([latent @ key_map, shared], axis=-1), latent @ value_map
+
+    return _softmax_over_blocks(q, cached, new, heads, block).swapaxes(0, 1).astype(q_nope.dtype)
+
+
+def _softmax_over_blocks(
+    q: mx.array,
+    cached: mx.array,
+    new: mx.array,
+    heads: int,
+    block: Callable[[mx.array], tuple[mx.array, mx.array]],
+) -> mx.array:
+    """Softmax attention with a running maximum over blocks of tokens, so the scores never exist whole.
+
+    q [H, T, w] or [H*T, w], scaled, float32; `block` makes keys [.., S', w] and values [.., S', m] of float32
+    rows. The first block holds token 0, which every query sees, so no running maximum is ever -inf.
+    """
+    before, tokens = cached.shape[0], new.shape[0]
+    past: tuple[mx.array, mx.array, mx.array] | None = None  # sum, its weight, its peak
+    for start, stop in _blocks(before, tokens, heads):
+        keys, values = block(_rows(cached, new, start, stop).astype(mx.float32))
+        scores = q @ keys.swapaxes(-1, -2)
+        if tokens > 1 and stop > before:
+            future = mx.arange(start, stop) > before + mx.arange(tokens)[:, None]  # [T, S']
+            shape = scores.shape
+            scores = mx.where(future, -mx.inf, scores.reshape(heads, tokens, -1)).reshape(shape)
+        peak = scores.max(axis=-1, keepdims=True)
+        if past is not None:
+            peak = mx.maximum(past[2], peak)
+        probs = mx.exp(scores - peak)
+        mixed, weight = probs @ values, probs.sum(axis=-1, keepdims=True)
+        if past is not None:
+            carried = mx.exp(past[2] - peak)
+            mixed, weight = carried * past[0] + mixed, carried * past[1] + weight
+        past = mixed, weight, peak
+    assert past is not None
+    return past[0] / past[1]
+
+
+def _blocks(before: int, tokens: int, heads: int) -> list[tuple[int, int]]:
+    """Ranges of tokens whose scores fit: the whole of it for one query and a cache of ordinary length."""
+    step = min(BLOCK_MAX, max(BLOCK_MIN, SCORE_ELEMENTS // (heads * tokens)))
+    return [(start, min(start + step, before + tokens)) for start in range(0, before + tokens, step)]
+
+
+def _rows(cached: mx.array, new: mx.array, start: int, stop: int) -> mx.array:
+    """Rows start to stop of the cache with the new rows behind it."""
+    before = cached.shape[0]
+    if start >= before:
+        return new[start - before : stop - before]
+    if stop <= before:
+        return cached[start:stop]
+    return mx.concatenate([cached[start:], new[: stop - before]])

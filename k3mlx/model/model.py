@@ -1,0 +1,253 @@
+"""Kimi K3 from token ids to logits in MLX: the order of the parts, and where the host waits.
+
+Owns the step. It is pure: it gives logits and the update of every layer and writes nothing that outlives
+it. Each layer with experts ends one evaluation, whose router results the host needs; the shared experts
+run on while the routed ones compute. Source: model specification §2; numerics §3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from k3mlx.config import ModelConfig
+from k3mlx.errors import K3Error
+from k3mlx.experts.compute import NumpyExperts
+from k3mlx.experts.request import Request
+from k3mlx.experts.store import ExpertStore
+from k3mlx.reference.model import Hooks
+from k3mlx.reference.ops import no_probe
+
+from .kda import kda
+from .mla import attend
+from .moe import keeps_apart
+from .ops import Matrix, Probe, Weights, linear, rms_norm, situ_mlp
+from .room import Room
+from .slots import ExpertBytes
+from .state import KdaState, LatentCache, State, Update
+from .weights import LayerWeights, Loader
+
+HEAD_ROWS = 1 << 13  # rows of the head widened to float32 at once
+DEADLINE_SECONDS = 120.0  # for an evaluation of any size
+PRODUCTS_PER_SECOND = {"cpu": 1e8, "metal": 1e10, "cuda": 1e10}  # far below what any of them does
+
+
+class MlxModel:
+    """The text model with its dense weights as MLX arrays of one dtype, its routed experts in a store.
+
+    Made by the thread that owns MLX.
+    """
+
+    def __init__(self, loader: Loader, store: ExpertStore, room: Room) -> None:
+        self.config: ModelConfig = loader.config
+        self.dtype = loader.dtype
+        self.room = room
+        self._store = store
+        self._expert_bytes = ExpertBytes()
+        self._numpy_experts = NumpyExperts(store, self.config, np.float32)
+        self.outer = loader.outer()
+        self.layers: list[LayerWeights] = [loader.layer(n) for n in range(self.config.num_hidden_layers)]
+
+    def step(
+        self, ids: Sequence[int], state: State, all_logits: bool, hooks: Hooks
+    ) -> tuple[np.ndarray, list[Update]]:
+        """Run T tokens after `state`: (logits [V], or [T, V] with all_logits, float32; updates to commit)."""
+        config, room = self.config, self.room
+        probe = None if hooks.probe is no_probe else _host_probe(hooks.probe)
+        partial = self.outer["model.embed_tokens"][mx.array(np.asarray(ids, np.int32))]  # [T, D]
+        blocks: mx.array | None = None  # [N, T, D]
+        updates: list[Update] = []
+        for layer, weights in enumerate(self.layers):
+            hooks.before_layer(layer)
+            here = _prefixed(probe, f"layers.{layer}.")
+            hooks.clock.enter("attention")
+            h, x = self._mix(blocks, partial, weights.norms, "self_attention_res", "input_layernorm")
+            restart = layer % config.attn_res_block_size == 0
+            if restart:
+                blocks = partial[None] if blocks is None else mx.concatenate([blocks, partial[None]])
+            _show(here, ("attention_mix", h), ("attention_norm", x))
+            a, update = self._attention(x, layer, weights.attention, state, here)
+            updates.append(update)
+            partial = a if restart else partial + a
+            h, x = self._mix(blocks, partial, weights.norms, "mlp_res", "post_attention_layernorm")
+            _show(here, ("attention", a), ("mlp_mix", h), ("mlp_norm", x))
+            if config.is_moe(layer):
+                y = self._moe(x, layer, weights.ffn, here, hooks, _arrays(update, partial, x))
+            else:
+                hooks.clock.enter("other")
+                room.enter("dense_mlp")
+                y = self._mlp(x, weights.ffn, _prefixed(here, "mlp."))
+            partial = partial + y
+            _show(here, ("mlp", y), ("partial", partial))
+        hooks.clock.enter("head")
+        logits = self._head(partial, blocks, all_logits, probe)
+        tail = [array for update in updates for array in _arrays(update)]
+        room.evaluate(
+            "the head", [logits, tail], self._deadline(len(ids), config.vocab_size * config.hidden_size)
+        )
+        hooks.clock.enter("other")
+        rows = np.array(logits)
+        return (rows if all_logits else rows[0]), updates
+
+    def _attention(
+        self, x: mx.array, layer: int, w: Weights, state: State, probe: Probe | None
+    ) -> tuple[mx.array, Update]:
+        old = state.layers[layer]
+        if isinstance(old, KdaState):
+            self.room.enter("kda")
+            return kda(x, w, old, self.config, self.room.kernels, _prefixed(probe, "kda."))
+        self.room.enter("mla")
+        return self._mla(x, w, old, _prefixed(probe, "mla."))
+
+    def _mla(
+        self, x: mx.array, w: Weights, old: LatentCache, probe: Probe | None
+    ) -> tuple[mx.array, mx.array]:
+        """MLA on the normed input x [T, D] -> [T, D] and the rows [T, r+e] to be cached (§2.5)."""
+        config = self.config
+        heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
+        q_latent = rms_norm(linear(x, w["q_a_proj"]), w["q_a_layernorm"], config.mla_norm_eps)
+        q = linear(q_latent, w["q_b_proj"]).reshape(x.shape[0], heads, config.qk_head_dim)
+        kv = linear(x, w["kv_a_proj_with_mqa"])  # [T, r+e]
+        latent = rms_norm(kv[:, :rank], w["kv_a_layernorm"], config.mla_norm_eps)
+        new = mx.concatenate([latent, kv[:, rank:]], axis=1)
+        o = attend(q[..., :nope], q[..., nope:], old.rows(), new, w["U"], w["O"], config.qk_head_dim**-0.5)
+        gate = mx.sigmoid(linear(x, w["g_proj"]).astype(mx.float32))
+        y = (o.reshape(x.shape[0], -1) * gate).astype(x.dtype)
+        _show(probe, ("q_latent", q_latent), ("q", q), ("cache", new), ("heads", o), ("gated", y))
+        return linear(y, w["o_proj"]), new
+
+    def _mix(
+        self, blocks: mx.array | None, partial: mx.array, norms: Weights, site: str, norm: str
+    ) -> tuple[mx.array, mx.array]:
+        """The depth mix at a site and the norm behind it, both [T, D] (§2.2)."""
+        self.room.enter("attn_res_mix")
+        return self.room.kernels.attn_res_mix(
+            blocks,
+            partial,
+            norms[f"{site}_norm"],
+            norms[f"{site}_proj"],
+            self.config.rms_norm_eps,
+            norms[norm],
+        )
+
+    def _mlp(self, x: mx.array, w: Weights, probe: Probe | None, prefix: str = "") -> mx.array:
+        return situ_mlp(
+            x,
+            w[f"{prefix}gate_proj"],
+            w[f"{prefix}up_proj"],
+            w[f"{prefix}down_proj"],
+            self.config.activation_situ_beta,
+            self.config.activation_situ_linear_beta,
+            probe,
+        )
+
+    def _moe(
+        self, x: mx.array, layer: int, w: Weights, probe: Probe | None, hooks: Hooks, pending: list[mx.array]
+    ) -> mx.array:
+        """Latent mixture of experts on the normed input x [T, D] -> [T, D] (§2.6.2).
+
+        Evaluates everything up to here (`pending` with it), as the host has to know the experts.
+        """
+        config, room = self.config, self.room
+        room.enter("router")
+        ids, scores, flags = room.kernels.route_topk(
+            x, w["gate"], w["gate.e_score_correction_bias"],
+            config.num_experts_per_token, config.routed_scaling_factor,
+        )  # fmt: skip
+        latent = linear(x, w["routed_expert_down_proj"])
+        wide = latent.astype(mx.float32)
+        weights_read = sum(array.size for array in (*w.values(), *self.layers[layer].attention.values()))
+        seconds = self._deadline(x.shape[0], weights_read)
+        room.evaluate(f"layer {layer}: attention and router", [ids, scores, flags, wide, pending], seconds)
+        if np.array(flags).any() and probe is None:
+            raise K3Error(f"layer {layer}: a router score is NaN: the weights are damaged")
+        chosen, weights = np.array(ids), np.array(scores)
+        apart = keeps_apart(chosen, config.routed_expert_hidden_size)
+        request = self._store.request(layer, np.unique(chosen).tolist(), in_order=not apart)
+        with request:  # reads are on their way
+            room.enter("shared_experts")
+            shared = self._mlp(x, w, _prefixed(probe, "moe.shared."), "shared_experts.")
+            mx.async_eval(shared)
+            hooks.clock.enter("experts")
+            mixed = self._routed(wide, layer, chosen, weights, request)
+        hooks.clock.enter("other")
+        routed = rms_norm(mixed.astype(x.dtype), w["routed_expert_norm"], config.rms_norm_eps)
+        up = linear(routed, w["routed_expert_up_proj"])
+        stages = (("latent", latent), ("mixed", mixed), ("norm", routed), ("up", up), ("shared", shared))
+        _show(_prefixed(probe, "moe."), ("ids", ids), ("weights", scores), *stages)
+        return up + shared
+
+    def _routed(
+        self, latent: mx.array, layer: int, ids: np.ndarray, weights: np.ndarray, request: Request
+    ) -> mx.array:
+        """The weighted sum of routed experts [T, L] float32, in rising order of ids."""
+        config, room = self.config, self.room
+        room.enter("experts")
+        with np.errstate(all="ignore"):  # damaged weights are reported from the logits, once
+            if room.experts is None:
+                request.close()
+                x = np.array(latent)
+                return mx.array(self._numpy_experts.start(layer, x, ids, weights)(x))
+            seconds = self._deadline(
+                ids.size, 3 * config.routed_expert_hidden_size * config.moe_intermediate_size
+            )
+            mixed = room.experts.mix(
+                latent, ids, weights, request, lambda held: self._expert_bytes.matrices(layer, held),
+                config.activation_situ_beta, config.activation_situ_linear_beta,
+                lambda products: room.evaluate(f"layer {layer}: experts", products, seconds),
+            )  # fmt: skip
+        return mx.array(mixed)
+
+    def _head(
+        self, partial: mx.array, blocks: mx.array | None, all_logits: bool, probe: Probe | None
+    ) -> mx.array:
+        if not all_logits:
+            partial, blocks = partial[-1:], None if blocks is None else blocks[:, -1:]
+        outer = self.outer
+        self.room.enter("attn_res_mix")
+        mixed, y = self.room.kernels.attn_res_mix(
+            blocks, partial, outer["model.output_attn_res_norm"], outer["model.output_attn_res_proj"],
+            self.config.rms_norm_eps, outer["model.norm"],
+        )  # fmt: skip
+        self.room.enter("head")
+        logits = head(y, outer["lm_head"])
+        _show(probe, ("output_mix", mixed), ("final_norm", y), ("logits", logits))
+        return logits
+
+    def _deadline(self, tokens: int, products: int) -> float:
+        """Seconds that an evaluation over `tokens` tokens of so many products each may take at the very most."""
+        return DEADLINE_SECONDS + tokens * products / PRODUCTS_PER_SECOND[self.room.kind]
+
+
+def head(y: mx.array, w: Matrix) -> mx.array:
+    """Logits [T, V] in float32 of y [T, D]; bf16 rows of w are widened a block at a time, never as a whole."""
+    if not isinstance(w, mx.array) or w.dtype == mx.float32:
+        return linear(y.astype(mx.float32), w)
+    y = y.astype(mx.float32)
+    rows = range(0, w.shape[0], HEAD_ROWS)
+    return mx.concatenate([y @ w[i : i + HEAD_ROWS].astype(mx.float32).T for i in rows], axis=1)
+
+
+def _arrays(update: Update, *more: mx.array) -> list[mx.array]:
+    return [*([update.windows, update.state] if isinstance(update, KdaState) else [update]), *more]
+
+
+def _show(probe: Probe | None, *stages: tuple[str, mx.array]) -> None:
+    if probe is not None:
+        for stage, array in stages:
+            probe(stage, array)
+
+
+def _prefixed(probe: Probe | None, prefix: str) -> Probe | None:
+    return None if probe is None else lambda stage, array: probe(prefix + stage, array)
+
+
+def _host_probe(probe: Probe) -> Probe:
+    """A probe for MLX arrays from one for numpy arrays (bf16 as float32)."""
+
+    def show(stage: str, array: mx.array) -> None:
+        probe(stage, np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array))
+
+    return show

@@ -1,0 +1,81 @@
+"""Linear maps, norms and the gated MLP of the MLX model.
+
+Owns the rule of precision: linear maps take and give the activation dtype, everything elementwise that the
+specification computes in float32 is computed in float32 and given back in the activation dtype, so that a
+float32 parameter never promotes the residual stream. Source: model specification §3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+Probe = Callable[[str, Any], None]  # sees (stage, mlx array) of every named intermediate
+
+
+class Quantized(NamedTuple):
+    """A matrix [out, in] as MLX's quantised codes; `bits`, `group_size` and `mode` as `mx.quantized_matmul`."""
+
+    codes: mx.array  # uint32 [out, in * bits / 32]
+    scales: mx.array  # [out, in / group_size]
+    biases: mx.array | None
+    bits: int
+    group_size: int
+    mode: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.biases is None else self.biases.nbytes)
+
+    def format(self) -> str:
+        return self.mode if self.mode != "affine" else f"{self.bits}-bit affine"
+
+
+Matrix = mx.array | Quantized
+Weights = dict[str, Any]  # Matrix for a linear map, mx.array for a vector
+
+
+def linear(x: mx.array, w: Matrix, transpose: bool = True) -> mx.array:
+    """x [..., in] times w [out, in] transposed -> [..., out], in the dtype of x (untransposed: w [in, out])."""
+    if isinstance(w, Quantized):
+        return mx.quantized_matmul(
+            x, w.codes, w.scales, w.biases, transpose=transpose, group_size=w.group_size, bits=w.bits, mode=w.mode
+        )  # fmt: skip
+    return x @ (w.swapaxes(-1, -2) if transpose else w)
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis, statistics in float32, in the dtype of x."""
+    return mx.fast.rms_norm(x, weight, eps).astype(x.dtype)
+
+
+def situ(gate: mx.array, up: mx.array, beta: float, linear_beta: float) -> mx.array:
+    """beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(up / linear_beta), in float32 inside.
+
+    Source: model specification §2.6.1.
+    """
+    dtype = gate.dtype
+    gate, up = gate.astype(mx.float32), up.astype(mx.float32)
+    activated = beta * mx.tanh(gate / beta) * mx.sigmoid(gate) * (linear_beta * mx.tanh(up / linear_beta))
+    return activated.astype(dtype)
+
+
+def situ_mlp(
+    x: mx.array,
+    w_gate: Matrix,
+    w_up: Matrix,
+    w_down: Matrix,
+    beta: float,
+    linear_beta: float,
+    probe: Probe | None = None,
+) -> mx.array:
+    """SiTU(x W_gate^T, x W_up^T) W_down^T; x [T, in] -> [T, out]."""
+    gate, up = linear(x, w_gate), linear(x, w_up)
+    activated = situ(gate, up, beta, linear_beta)
+    if probe is not None:
+        probe("gate", gate)
+        probe("up", up)
+        probe("activated", activated)
+    return linear(activated, w_down)

@@ -1,0 +1,192 @@
+"""Where a forward pass runs: device and streams, kernels, experts, deadlines, and what happens when one fails.
+
+Owns the switches of one run and their counters. A failure ends the step; `recover` waits until every stream
+is clean, switches off the path that failed and says so, and the step is built again from the state before it.
+Facts on failures: an array of a failed evaluation counts as evaluated and may hold anything, so none is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from k3mlx.errors import K3Error
+from k3mlx.kernels import Kernels
+from k3mlx.watchdog import Watchdog
+
+from .moe import ExpertStreams
+
+log = logging.getLogger("k3mlx")
+
+STEMS = {"kda": ("kda_step", "kda_prefill"), "attn_res_mix": ("attn_res_mix",), "router": ("route_topk",)}
+PARTS = ("kda", "mla", "attn_res_mix", "dense_mlp", "router", "experts", "shared_experts", "head")
+_EXECUTION = re.compile(
+    r"Command buffer execution|CUDA error|cuda[A-Z]\w+\(|illegal memory|launch failure", re.I
+)
+_SYNC_TRIES = 20
+
+
+class EndOfRun(K3Error):
+    """A failure after which this process cannot go on computing; the ids fed so far are worth saving."""
+
+
+class Room:
+    """The paths of one engine: used and changed by the thread that owns MLX only.
+
+    kind: `metal`, `cuda` or `cpu`, where the dense parts run. experts: the streams for routed experts, which
+    run on the CPU unless `experts_kind` says otherwise.
+    """
+
+    def __init__(
+        self, kind: str, kernels: Kernels, experts: ExpertStreams, experts_kind: str, watchdog: Watchdog
+    ) -> None:
+        self.kind = kind
+        self.kernels = kernels
+        self.experts: ExpertStreams | None = experts  # None: numpy, when MLX has failed at them
+        self.experts_kind = experts_kind
+        self.watchdog = watchdog
+        self.stream = mx.new_stream(mx.cpu if kind == "cpu" else mx.gpu)
+        self.calls: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.fallbacks: Counter[str] = Counter()
+        self._first_kind = kind
+        self._part = "head"
+        self._evaluating = False
+        self._launched: dict[str, int] = {}
+        self._streams = [self.stream, *experts.streams]
+
+    def begin(self) -> None:
+        """A step starts: nothing of it has been launched."""
+        self._evaluating = False
+        self._launched = self._launches()
+
+    def enter(self, part: str) -> None:
+        """The operations built from now on belong to `part`."""
+        self._part = part
+        self.calls[part] += 1
+        if part == "experts":
+            self.fallbacks[part] += self.experts is None
+        else:
+            self.fallbacks[part] += self.kind != self._first_kind
+
+    def evaluate(self, what: str, arrays: Sequence[Any], seconds: float) -> None:
+        """Wait for `arrays`; after `seconds` the watchdog ends the process, naming `what`."""
+        kernels = ", ".join(self._suspects())
+        self._evaluating = True
+        with self.watchdog.watch(f"{what}{f' (kernels {kernels})' if kernels else ''}", seconds):
+            mx.eval(arrays)
+        self._evaluating = False
+        self._launched = self._launches()
+
+    def recover(self, error: str) -> None:
+        """After a failed step whose arrays have been dropped: leave only paths that may work.
+
+        Raises EndOfRun after an execution fault on CUDA, K3Error when there is no path left.
+        """
+        for stream in self._streams:
+            self._settle(stream)
+        where = f"{self._part} failed on {self.kind}"
+        short = " ".join(error.split())[:200]
+        executing = bool(_EXECUTION.search(error))
+        if executing and self.kind == "cuda":
+            raise EndOfRun(f"{where} and CUDA cannot go on after that: {short}")
+        suspects = self._suspects(error)
+        if suspects and not (executing and self.kind == "metal"):
+            for stem in suspects:
+                self.kernels.disable(stem, short, failed=stem == suspects[0])
+            remedy = f"plain operations instead of {', '.join(suspects)}"
+        elif self._part == "experts" and self.experts is not None and self.experts_kind == "cpu":
+            self.failures["experts"] += 1
+            self.experts = None
+            remedy = "routed experts in numpy from now on"
+        elif self.kind != "cpu":
+            self._count_failure()
+            self.to_cpu(short)
+            remedy = "everything on the CPU from now on"
+        else:
+            raise K3Error(f"{where} and nothing is left to fall back on: {short}")
+        log.warning("k3mlx: %s (%s); the step is done again with %s", where, short, remedy)
+
+    def to_cpu(self, reason: str) -> None:
+        """Run everything on the CPU device from now on."""
+        self.kind = "cpu"
+        self.stream = mx.new_stream(mx.cpu)
+        self._streams.append(self.stream)
+        self.kernels.disable_all(reason)
+        if self.experts_kind != "cpu":
+            self.experts = None
+
+    def report(self, formats: dict[str, str]) -> list[dict[str, Any]]:
+        """One row a part, in the form of the engine's report; `formats` are the weight formats."""
+        return [
+            {
+                "part": part,
+                "device": self._device(part),
+                "kernel": self._kernel(part),
+                "format": formats[part],
+                "calls": self.calls[part],
+                "failures": self.failures[part] + sum(c.failures for c in self._counters(part)),
+                "fallbacks": self.fallbacks[part]
+                + (sum(c.fallbacks for c in self._counters(part)) if self._counts_kernels() else 0),
+            }
+            for part in formats
+        ]
+
+    def _counts_kernels(self) -> bool:
+        return self.kernels.maker is not None and self.kind == self._first_kind
+
+    def _counters(self, part: str) -> list[Any]:
+        return [self.kernels.counters[stem] for stem in STEMS.get(part, ())]
+
+    def _device(self, part: str) -> str:
+        if part == "experts":
+            return "cpu" if self.experts is None else self.experts_kind
+        return self.kind
+
+    def _kernel(self, part: str) -> str:
+        if part == "experts":
+            if self.experts is None:
+                return "numpy"
+            count = len(self.experts.streams)
+            return "mlx" if self.experts_kind != "cpu" else f"mlx on {count} stream{'s' if count > 1 else ''}"
+        if self.kernels.maker is None:
+            return "mlx"
+        active = [stem for stem in STEMS.get(part, ()) if stem not in self.kernels.disabled]
+        return ", ".join(active) or "mlx"
+
+    def _launches(self) -> dict[str, int]:
+        return {stem: counter.calls for stem, counter in self.kernels.counters.items()}
+
+    def _suspects(self, error: str = "") -> list[str]:
+        """Kernels that the failed work may owe its failure to: the one named, else the part being built, else
+        whatever was launched since the last evaluation that succeeded."""
+        active = [stem for stem in self.kernels.counters if stem not in self.kernels.disabled]
+        if self.kernels.maker is None:
+            return []
+        named = [stem for stem in active if f"custom_kernel_{stem}" in error]
+        if named:
+            return named
+        if not self._evaluating and self._part in STEMS:
+            mine = [stem for stem in STEMS[self._part] if stem in active]
+            launched = [stem for stem in mine if self.kernels.counters[stem].calls > self._launched[stem]]
+            return launched or mine
+        return [stem for stem in active if self.kernels.counters[stem].calls > self._launched[stem]]
+
+    def _count_failure(self) -> None:
+        self.failures[self._part] += 1
+
+    def _settle(self, stream: Any) -> None:
+        """Wait for a stream until it raises nothing more: an error may surface again in innocent work."""
+        for _ in range(_SYNC_TRIES):
+            try:
+                with self.watchdog.watch("waiting for a stream after a failure", 60):
+                    mx.synchronize(stream)
+            except Exception:
+                continue
+            return
+        raise EndOfRun("a stream keeps failing after an error; the process cannot go on computing")

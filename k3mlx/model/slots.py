@@ -1,0 +1,85 @@
+"""Expert slots in memory that MLX owns, so that an expert is computed from the bytes where they were read.
+
+Owns the two views of a slot, numpy's for the reading threads and MLX's for the products. Facts on views
+and their lifetime: a slot's array is made once, never assigned to, and kept as long as its view.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from k3mlx.errors import ModelFilesError
+from k3mlx.experts.slots import ALIGN, SlotMemory, aligned_view
+from k3mlx.experts.store import Held
+
+from .ops import Quantized
+
+SCALE_NAN = 255
+ExpertMatrices = tuple[Any, Any, Any]  # w1 gate [F, L], w2 down [L, F], w3 up [F, L]
+
+
+class MlxSlots:
+    """A slot provider (see `k3mlx.experts.slots`) of arrays of bytes. Called by the thread that owns MLX."""
+
+    def allocate(self, nbytes: int) -> SlotMemory:
+        try:
+            owner = mx.array(np.zeros(nbytes + ALIGN, np.uint8))
+            view = np.array(owner, copy=False)
+        except (RuntimeError, MemoryError) as error:
+            raise MemoryError(f"no memory for a slot of {nbytes} bytes ({error})") from None
+        aligned, start = aligned_view(view)
+        return SlotMemory(aligned, owner, start)
+
+    def release(self, memory: SlotMemory) -> None:
+        """Nothing to do: the array ends with its last reference."""
+
+
+class ExpertBytes:
+    """Turns held experts into MLX matrices without a copy where the slot is MLX's own and suitably aligned."""
+
+    def __init__(self) -> None:
+        self._checked: set[tuple[int, int]] = set()
+
+    def matrices(self, layer: int, held: Held) -> ExpertMatrices:
+        """w1, w2, w3 of a held expert: valid while it is held, and read when they are evaluated.
+
+        Raises ModelFilesError for a scale byte 255, which is NaN in the format and infinity in MLX.
+        """
+        if (layer, held.expert) not in self._checked:
+            _check_scales(layer, held)
+            self._checked.add((layer, held.expert))
+        return _matrix(held, "w1"), _matrix(held, "w2"), _matrix(held, "w3")
+
+
+def _matrix(held: Held, name: str) -> Any:
+    if f"{name}.weight_packed" in held.parts:
+        codes = _array(held, f"{name}.weight_packed", mx.uint32)
+        return Quantized(codes, _array(held, f"{name}.weight_scale", mx.uint8), None, 4, 32, "mxfp4")
+    stored = held.parts[f"{name}.weight"].dtype
+    dtypes = {"uint16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+    return _array(held, f"{name}.weight", dtypes[str(stored)])
+
+
+def _array(held: Held, name: str, dtype: mx.Dtype) -> mx.array:
+    """A stored part [rows, columns of `dtype`]."""
+    stored: NDArray[Any] = held.parts[name]
+    part, memory = held.placement.parts[name], held.memory
+    start = memory.start + part.start
+    if memory.owner is None or start % dtype.size:
+        return mx.array(stored.view(np.uint8)).view(dtype)
+    flat = memory.owner[start : start + part.nbytes]
+    return flat.view(dtype).reshape(stored.shape[0], -1)
+
+
+def _check_scales(layer: int, held: Held) -> None:
+    for name, stored in held.parts.items():
+        if name.endswith(".weight_scale") and stored.max(initial=0) == SCALE_NAN:
+            row, group = np.argwhere(stored == SCALE_NAN)[0]
+            raise ModelFilesError(
+                f"{held.placement.pieces[0].path}: layer {layer}, expert {held.expert}: scale byte 255 (NaN) in"
+                f" {name} at row {row}, group {group}; expected 0 to 254: the file is damaged"
+            )

@@ -1,0 +1,150 @@
+"""The dense weights of a checkpoint as MLX arrays, read from disk straight into their memory.
+
+Keys are the checkpoint's own names without module prefix and `.weight`, as in the reference. A tensor
+stored in the activation dtype is read into its array with no copy between; one that has to be widened or
+rounded passes through one temporary of its own size. Routed experts are not loaded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from k3mlx.checkpoint.names import dense_specs, layer_prefix, layer_specs
+from k3mlx.checkpoint.snapshot import Checkpoint
+
+from .ops import Weights
+
+# parameters that stay float32 whatever the activations are (model specification §3.3, D7)
+KEPT_FLOAT32 = ("_conv1d.weight", ".A_log", ".dt_bias", ".o_norm.weight", ".e_score_correction_bias")
+_STORED = {mx.bfloat16: "BF16", mx.float32: "F32"}
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer: its norms and residual mixes, its attention, and its dense MLP or mixture of experts."""
+
+    norms: Weights
+    attention: Weights
+    ffn: Weights
+
+
+class Loader:
+    """Reads tensors of a checkpoint into MLX arrays of `dtype`, or float32 where they are kept so.
+
+    in_place: read into the array's own memory (not on CUDA, where a host view would move it for good).
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype, in_place: bool) -> None:
+        self.checkpoint = checkpoint
+        self.config = checkpoint.config
+        self.dtype = dtype
+        self.in_place = in_place
+
+    def outer(self) -> Weights:
+        """Everything outside the layers: embedding, head, final norm, output mix (query as [D])."""
+        names = [spec.name for spec in dense_specs(self.config) if not spec.name.startswith("model.layers.")]
+        return {_key(name): self.tensor(name) for name in names}
+
+    def layer(self, layer: int) -> LayerWeights:
+        """One layer without its routed experts.
+
+        The three convolutions become one entry `taps` [3, P, W], `kv_b_proj` its key maps `U` [H, n, r] and
+        value maps `O` [H, m, r]; mixing queries stored as [1, D] become [D].
+        """
+        groups: dict[str, Weights] = {"norms": {}, "self_attn": {}, "mlp": {}, "block_sparse_moe": {}}
+        prefix = layer_prefix(layer)
+        for spec in layer_specs(self.config, layer):
+            module, _, name = spec.name.removeprefix(prefix).partition(".")
+            if module not in groups:
+                module, name = "norms", module
+            if name.endswith("_conv1d.weight") or name == "kv_b_proj.weight":
+                continue
+            groups[module][_key(name)] = self.tensor(spec.name)
+        attention = groups["self_attn"]
+        if self.config.layer_kinds[layer] == "kda":
+            attention["taps"] = self._taps(prefix)
+        else:
+            attention |= self._latent_maps(f"{prefix}self_attn.kv_b_proj.weight")
+        return LayerWeights(groups["norms"], attention, groups["mlp"] or groups["block_sparse_moe"])
+
+    def tensor(self, name: str) -> mx.array:
+        """One tensor as an evaluated array; a mixing query as [D], `A_log` cut to its heads [H]."""
+        if name.endswith(".A_log"):
+            return self._array(self.checkpoint.load(name, np.float32).shape, self._filler(name), name)
+        info = self.checkpoint.tensors[name]
+        shape = info.shape[1:] if name.endswith("_res_proj.weight") else info.shape
+        return self._array(shape, self._filler(name), name)
+
+    def _taps(self, prefix: str) -> mx.array:
+        names = [f"{prefix}self_attn.{stream}_conv1d.weight" for stream in "qkv"]
+        channels, _, width = self.checkpoint.tensors[names[0]].shape
+
+        def fill(out: NDArray) -> None:
+            for row, name in zip(out, names, strict=True):
+                self._filler(name)(row)
+
+        return self._array((3, channels, width), fill, names[0])
+
+    def _latent_maps(self, name: str) -> Weights:
+        config = self.config
+        heads, nope, m = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
+        stored = self.checkpoint.raw(name).reshape(heads, nope + m, config.kv_lora_rank)
+
+        def part(rows: slice) -> mx.array:
+            source = stored[:, rows]
+            return self._array(source.shape, lambda out: _convert(source, out), name)
+
+        return {"U": part(slice(0, nope)), "O": part(slice(nope, None))}
+
+    def _filler(self, name: str) -> Callable[[NDArray], None]:
+        """A function that fills an array (BF16 as uint16) with the tensor's values."""
+        checkpoint, info = self.checkpoint, self.checkpoint.tensors[name]
+
+        def fill(out: NDArray) -> None:
+            if name.endswith(".A_log"):
+                out[...] = checkpoint.load(name, np.float32)
+            elif info.dtype == ("BF16" if out.dtype == np.uint16 else "F32"):
+                checkpoint.raw(name, out)
+            else:
+                _convert(checkpoint.raw(name).reshape(out.shape), out)
+
+        return fill
+
+    def _array(self, shape: tuple[int, ...], fill: Callable[[NDArray], None], name: str) -> mx.array:
+        """An array of the dtype that tensor `name` is kept in, filled by `fill`."""
+        dtype = mx.float32 if name.endswith(KEPT_FLOAT32) else self.dtype
+        if not self.in_place:
+            host = np.empty(shape, np.uint16 if dtype == mx.bfloat16 else np.float32)
+            fill(host)
+            array = mx.array(host).view(dtype) if dtype == mx.bfloat16 else mx.array(host)
+            mx.eval(array)
+            return array
+        array = mx.zeros(shape, dtype)
+        mx.eval(array)
+        bits = array.view(mx.uint16) if dtype == mx.bfloat16 else array
+        fill(np.array(bits, copy=False))
+        return array
+
+
+def _convert(stored: NDArray, out: NDArray) -> None:
+    """Stored bits (BF16 as uint16, F16 or F32) into float32, or rounded to bf16 where `out` is uint16."""
+    if out.dtype == np.float32:
+        if stored.dtype == np.uint16:
+            np.left_shift(stored, 16, out=out.view(np.uint32), dtype=np.uint32)
+        else:
+            out[...] = stored
+    elif stored.dtype == np.uint16:
+        out[...] = stored
+    else:
+        bits = stored.astype(np.float32).view(np.uint32)
+        # to nearest, ties to even: half of the last kept place, less one unless that place is odd
+        out[...] = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+
+
+def _key(name: str) -> str:
+    return name.removesuffix(".weight")
