@@ -143,6 +143,16 @@ class OutputParser:
         self._events: list[Event] = []
 
     @property
+    def mode(self) -> str:
+        """Where the output stands: ``think``, ``response``, ``tools``, ``between`` and so on."""
+        return self._mode
+
+    @property
+    def in_tag(self) -> bool:
+        """A tag has begun, so that an ordinary token adds to it and not to a channel."""
+        return bool(self._marker)
+
+    @property
     def reasoning(self) -> str:
         return "".join(self._texts["think"])
 

@@ -30,6 +30,7 @@ from .memory import parse_size, peak_memory_bytes
 from .reference.model import Hooks
 from .tokenizer import Tokenizer
 
+_NOTE = "k3mlx.note."  # before the names of notes in a session file
 PREFILL_STEP = 512  # prompt tokens per forward pass, unless asked otherwise
 
 
@@ -120,9 +121,14 @@ class Engine:
         if header.metadata.get("k3mlx.session") != self._identity():
             raise UsageError(f"{path} was saved by another model, backend or dtype; start a new session")
         arrays = {name: read_tensor(info) for name, info in header.tensors.items()}
-        ids = arrays.pop("ids").tolist()
+        stored = arrays.pop("ids", None)
+        if stored is None or stored.ndim != 1 or stored.dtype != np.int64:
+            raise ModelFilesError(f"{path}: expected a tensor ids of int64 [T]; start a new session")
+        ids = stored.tolist()
         session = Session(self)
         session._commit(ids, self.backend.import_state(arrays, len(ids)))
+        notes = {name: text for name, text in header.metadata.items() if name.startswith(_NOTE)}
+        session.notes = {name.removeprefix(_NOTE): text for name, text in notes.items()}
         return session
 
     def report(self) -> dict[str, Any]:
@@ -165,9 +171,17 @@ class Engine:
         self.close()
 
     def _identity(self) -> str:
-        """What a session file must agree with: the model's numbers, the backend and its dtype."""
-        model = hashlib.sha256(repr(self.config).encode()).hexdigest()[:16]
-        return json.dumps(["1", model, self.backend.name, self.backend.dtype])
+        """What a session file must agree with: the model's numbers and weights, the backend and its dtype."""
+        return json.dumps(["2", self._fingerprint, self.backend.name, self.backend.dtype])
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """Of the config and of every weight that is a vector (norms, biases, decays)."""
+        digest = hashlib.sha256(repr(self.config).encode())
+        for name, info in sorted(self._checkpoint.tensors.items()):
+            if len(info.shape) == 1:
+                digest.update(name.encode() + self._checkpoint.raw(name).tobytes())
+        return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -177,12 +191,18 @@ class Snapshot:
     ids: tuple[int, ...]
     state: Any
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state that this snapshot keeps alive, those it shares with others included."""
+        return int(self.state.nbytes)
+
 
 class Session:
     """One timeline of tokens. A call that raises leaves it as it was before the pass that failed."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.notes: dict[str, str] = {}  # text of the caller's, by name, that a session file keeps
         self._commit([], engine.backend.new_state())
 
     @property
@@ -198,12 +218,14 @@ class Session:
         ids: Sequence[int],
         all_logits: bool = False,
         should_stop: Callable[[], bool] | None = None,
+        on_pass: Callable[[int], None] | None = None,
     ) -> np.ndarray:
         """Advance by `ids` and return logits, float32 `[vocab]` after the last id, or `[len(ids), vocab]`.
 
         Runs `prefill_step_size` ids at a time. `should_stop` is asked between layers; when it says yes,
-        Cancelled is raised and the passes finished so far stay fed. Raises UsageError for ids out of
-        range or beyond the context, K3Error when the model computes NaN or infinity.
+        Cancelled is raised and the passes finished so far stay fed. `on_pass` is told how many of `ids`
+        are fed, after each pass. Raises UsageError for ids out of range or beyond the context, K3Error when
+        the model computes NaN or infinity.
         """
         self._check(ids)
         started = perf_counter()
@@ -213,6 +235,8 @@ class Session:
         try:
             for start in range(0, len(ids), step):
                 rows.append(self._pass(list(ids[start : start + step]), all_logits, should_stop))
+                if on_pass is not None:
+                    on_pass(min(start + step, len(ids)))
         finally:
             counters, elapsed = self.engine.counters, perf_counter() - started
             if decoding:
@@ -232,10 +256,11 @@ class Session:
         self._commit(list(snapshot.ids), snapshot.state)
 
     def save(self, path: str | Path) -> None:
-        """Write ids and state to one safetensors file, complete or not at all."""
+        """Write ids, state and notes to one safetensors file, complete or not at all."""
         arrays = self.engine.backend.export_state(self._state)
         ids = np.array(self._ids, np.int64)
-        write_safetensors(path, {"ids": ids, **arrays}, {"k3mlx.session": self.engine._identity()})
+        notes = {f"{_NOTE}{name}": text for name, text in self.notes.items()}
+        write_safetensors(path, {"ids": ids, **arrays}, {"k3mlx.session": self.engine._identity(), **notes})
 
     def _commit(self, ids: list[int], state: Any) -> None:
         self._ids, self._state = ids, state
