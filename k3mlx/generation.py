@@ -1,6 +1,7 @@
-"""From a prompt to text: rendering, the decode loop, stop ids, channels, the report of one run.
+"""From a prompt to text: rendering, the decode loop, stop ids, the report of one run.
 
-Owns the loop and its results. Printing belongs to the commands, sampling to `sampling.py`.
+Owns the loop and its results. Reading ids back is `readers.py`, sampling `sampling.py`, which sessions are
+kept `kept.py`; printing belongs to the commands.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from .channels import CallClosed, Event, OutputParser, Text, start_mode
+import numpy as np
+
+from . import markers
+from .channels import Event, start_mode
 from .chat import render
 from .engine import Cancelled, Engine, Session
 from .errors import ModelFilesError, UsageError
+from .kept import KeptSessions, Prompt
+from .readers import ChatReader, RawReader, Shown
 from .sampling import Sampler, SamplingOptions
-from .tokenizer import StreamDecoder, Tokenizer
+from .tokenizer import Tokenizer
 
 MAX_TOKENS = 512
 
@@ -27,6 +33,7 @@ class Completion:
 
     finish_reason: `stop` (the model ended its turn), `length` (max_tokens or context) or `cancelled`.
     tool_calls: objects with `name` and `arguments` (JSON text). report: `Engine.report` of this run alone.
+    cached_tokens: prompt ids that a kept session had read before. reasoning_tokens: ids of the thinking.
     """
 
     text: str = ""
@@ -35,6 +42,8 @@ class Completion:
     ids: list[int] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
     finish_reason: str = "length"
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
     report: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -43,21 +52,66 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of a drawn id before temperature and filters, and the `top` most probable ids with theirs."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class Piece:
     """What one step added: complete characters of a channel, `think`, `response`, `tools` or `text` (raw).
 
-    ids are those decoded since the piece before. The last piece has no text and carries the completion.
+    ids are those decoded since the piece before, logprobs (if asked for) those of the ids of visible text.
+    event is what happened to a tool call. The last piece has no text and carries the completion.
     """
 
     channel: str
     text: str
     ids: tuple[int, ...] = ()
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    event: Event | None = None
 
     @property
     def report(self) -> dict[str, Any] | None:
         """The report of the run, on the last piece."""
         return self.completion.report if self.completion else None
+
+
+class Constraint(Protocol):
+    """Decides which ids may come next; one object serves one answer."""
+
+    def mask(self, logits: np.ndarray) -> np.ndarray:
+        """The logits [V], minus infinity where an id is not allowed."""
+
+    def accept(self, id: int) -> None:
+        """The id was drawn."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How one answer is made, beyond its prompt. Raises UsageError for a value out of range.
+
+    stop: strings that end the answer where they would appear in visible text; they are not shown.
+    top_logprobs: give log probabilities, and those of so many alternatives. one_call: end after a tool call.
+    stream_arguments: tool calls come as events while they are written, see `OutputParser`.
+    """
+
+    sampling: SamplingOptions
+    max_tokens: int = MAX_TOKENS
+    stop: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    one_call: bool = False
+    stream_arguments: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise UsageError(f"max_tokens is {self.max_tokens}, expected at least 1")
+        if not all(self.stop):
+            raise UsageError("a stop string is empty: expected some text")
 
 
 def stream_generate(
@@ -75,15 +129,18 @@ def stream_generate(
     top_k: int | None = None,
     min_p: float | None = None,
     seed: int | None = None,
+    stop: Sequence[str] = (),
     session: Session | None = None,
+    kept: KeptSessions | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Iterator[Piece]:
     """Generate from a prompt (one user message, or plain text with `raw`) or from chat messages.
 
-    Yields pieces as they come; the last one carries the completion. Sampling options left None are
-    the snapshot's own, else temp 1.0 and top_p 0.95. With `session` the prompt continues it.
-    `should_stop` is asked between layers; what was generated until then is kept. Arguments are checked
-    before anything runs. Raises UsageError for input that cannot be used.
+    Yields pieces as they come; the last one carries the completion. Sampling options left None are the
+    snapshot's own, else temp 1.0 and top_p 0.95. With `session` the prompt continues it; with `kept` the
+    longest kept beginning of the prompt is not read again. `stop` strings end the answer. `should_stop` is
+    asked between layers; what was generated until then is kept. Arguments are checked before anything
+    runs. Raises UsageError for input that cannot be used.
     """
     if (prompt is None) == (messages is None):
         raise UsageError("give either a prompt or messages")
@@ -91,22 +148,41 @@ def stream_generate(
         raise UsageError("the prompt is empty: expected some text")
     if raw and messages is not None:
         raise UsageError("raw continues plain text: give a prompt, not messages")
-    if max_tokens < 1:
-        raise UsageError(f"max_tokens is {max_tokens}, expected at least 1")
     given = {"temp": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    sampler = Sampler(SamplingOptions(**(sampling_defaults(engine.folder) | chosen)))  # type: ignore[arg-type]
-    reader: _RawReader | _ChatReader
+    options = RunOptions(sampling_options(engine, given), max_tokens, tuple(stop))
     if raw:
-        prompt_ids = engine.tokenizer.encode(prompt or "")
-        reader = _RawReader(engine.tokenizer)
+        asked = raw_prompt(engine.tokenizer, prompt or "")
     else:
         turns = messages if messages is not None else [{"role": "user", "content": prompt}]
-        segments = render(turns, tools=tools, thinking=thinking, effort=effort)
-        prompt_ids = engine.tokenizer.encode_segments(segments)
-        reader = _ChatReader(engine.tokenizer, start_mode(segments))
-    session = engine.session() if session is None else session  # an empty session is falsy
-    return _run(engine, session, prompt_ids, reader, sampler, max_tokens, should_stop)
+        asked = chat_prompt(engine.tokenizer, turns, tools=tools, thinking=thinking, effort=effort)
+    return run_prompt(engine, asked, options, session=session, kept=kept, should_stop=should_stop)
+
+
+def raw_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
+    """Plain text to be continued."""
+    return Prompt(tuple(tokenizer.encode(text)))
+
+
+def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+    """A conversation to be answered; `options` are those of `chat.render`."""
+    segments = render(messages, **options)
+    ids: list[int] = []
+    borders: list[int] = []
+    roles: list[str] = []
+    for index, (text, allow_special) in enumerate(segments):
+        ids += tokenizer.encode(text, allow_special)
+        if text == " role" and not allow_special and segments[index - 1].text == "message":
+            roles.append(segments[index + 2].text)
+        elif text == markers.END_OF_MSG and allow_special:
+            borders.append(len(ids))
+    shared = next((place for place, role in enumerate(roles) if role != "system"), 0)
+    return Prompt(tuple(ids), start_mode(segments), tuple(borders), shared)
+
+
+def sampling_options(engine: Engine, given: Mapping[str, Any]) -> SamplingOptions:
+    """Sampling as asked for; what is None is the snapshot's own, else the defaults of `SamplingOptions`."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return SamplingOptions(**(sampling_defaults(engine.folder) | chosen))
 
 
 def complete(engine: Engine, prompt: str | None = None, **options: Any) -> Completion:
@@ -146,99 +222,107 @@ def sampling_defaults(folder: Path) -> dict[str, float | int]:
     return found
 
 
-def _run(
+def run_prompt(
     engine: Engine,
-    session: Session,
-    prompt_ids: list[int],
-    reader: _RawReader | _ChatReader,
-    sampler: Sampler,
-    max_tokens: int,
-    should_stop: Callable[[], bool] | None,
+    prompt: Prompt,
+    options: RunOptions,
+    *,
+    session: Session | None = None,
+    kept: KeptSessions | None = None,
+    constraint: Constraint | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Piece]:
-    done = Completion(prompt_ids=prompt_ids)
+    """The decode loop behind `stream_generate`, for a prompt that is ids already.
+
+    With `kept`, a session that begins the prompt is taken from there and what is fed is kept there.
+    `on_progress` is told (prompt ids fed, of how many) while the prompt is read.
+    """
+    if kept is not None:
+        session = kept.resume(prompt.ids)
+    elif session is None:  # an empty session is falsy
+        session = engine.session()
+    cached = len(session) if kept is not None else 0
+    done = Completion(prompt_ids=list(prompt.ids), cached_tokens=cached)
+    reader: RawReader | ChatReader = RawReader(engine.tokenizer, options.stop)
+    if prompt.start is not None:
+        reader = ChatReader(engine.tokenizer, prompt.start, options.stop, options.stream_arguments)
     before = engine.report()
     pending: list[int] = []  # ids that have not completed a piece yet
-    room = engine.config.max_position_embeddings - len(session) - len(prompt_ids)
+    logprobs: list[TokenLogprob] = []  # of the visible ones among them
+
+    def pieces(shown: list[Shown]) -> Iterator[Piece]:
+        for channel, text, event in shown:
+            visible = channel in ("response", "text")
+            yield Piece(channel, text, tuple(pending), None, tuple(logprobs) if visible else (), event)
+            pending.clear()
+            if visible:
+                logprobs.clear()
+
+    sampler = Sampler(options.sampling)
+    room = engine.config.max_position_embeddings - len(session) - len(prompt.ids) + cached
     try:
-        logits = session.feed(prompt_ids, should_stop=should_stop)
+        logits = _feed_prompt(session, prompt, cached, kept, should_stop, on_progress)
         while True:
-            id = sampler(logits)
+            allowed = logits if constraint is None else constraint.mask(logits)
+            id = sampler(allowed)
+            if constraint is not None:
+                constraint.accept(id)
             engine.counters.generated_tokens += 1
             done.ids.append(id)
+            done.reasoning_tokens += reader.thinking
             pending.append(id)
-            stopped = id in engine.tokenizer.stop_ids
-            for channel, text in reader.feed(id):
-                yield Piece(channel, text, tuple(pending))
-                pending.clear()
-            if stopped or len(done.ids) >= min(max_tokens, room + 1):
+            if options.top_logprobs is not None and reader.visible(id):
+                logprobs.append(token_logprob(logits, id, options.top_logprobs))
+            yield from pieces(reader.feed(id))
+            stopped = id in engine.tokenizer.stop_ids or reader.stopped
+            stopped |= options.one_call and bool(reader.tool_calls)
+            if stopped or len(done.ids) >= min(options.max_tokens, room + 1):
                 done.finish_reason = "stop" if stopped else "length"
                 break
             logits = session.feed([id], should_stop=should_stop)
     except Cancelled:
         done.finish_reason = "cancelled"
-    for channel, text in reader.finish():
-        yield Piece(channel, text, tuple(pending))
-        pending.clear()
+    finally:
+        if kept is not None:
+            kept.keep(session)
+    yield from pieces(reader.finish())
     done.text, done.reasoning, done.tool_calls = reader.text, reader.reasoning, reader.tool_calls
     done.report = _since(before, engine.report())
     yield Piece(reader.channel, "", tuple(pending), done)
 
 
-class _RawReader:
-    """Ids of a plain continuation to text."""
+def _feed_prompt(
+    session: Session,
+    prompt: Prompt,
+    cached: int,
+    kept: KeptSessions | None,
+    should_stop: Callable[[], bool] | None,
+    on_progress: Callable[[int, int], None] | None,
+) -> np.ndarray:
+    """Logits [V] after the prompt's ids from `cached` on; pauses where a kept session is worth having."""
+    at, total = cached, len(prompt.ids)
+    pauses = [] if kept is None else prompt.pauses(session.engine.prefill_step_size)
+    for end in [*(pause for pause in pauses if cached < pause < total), total]:
 
-    channel = "text"
+        def on_pass(fed: int, start: int = at) -> None:
+            if on_progress is not None:
+                on_progress(start + fed, total)
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = StreamDecoder()
-        self.text, self.reasoning = "", ""
-        self.tool_calls: list[dict[str, str]] = []
-
-    def feed(self, id: int) -> list[tuple[str, str]]:
-        if id in self._tokenizer.stop_ids:
-            return self.finish()
-        return self._add(self._decoder.feed(self._tokenizer.token_bytes(id)))
-
-    def finish(self) -> list[tuple[str, str]]:
-        return self._add(self._decoder.flush())
-
-    def _add(self, text: str) -> list[tuple[str, str]]:
-        self.text += text
-        return [(self.channel, text)] if text else []
+        logits = session.feed(prompt.ids[at:end], should_stop=should_stop, on_pass=on_pass)
+        if kept is not None and end < total:
+            kept.keep(session)
+        at = end
+    return logits
 
 
-class _ChatReader:
-    """Ids of an answer to its channels."""
-
-    def __init__(self, tokenizer: Tokenizer, mode: str) -> None:
-        self._tokenizer = tokenizer
-        self._parser = OutputParser(mode)
-        self.channel = mode
-        self.text, self.reasoning = "", ""
-        self.tool_calls: list[dict[str, str]] = []
-
-    def feed(self, id: int) -> list[tuple[str, str]]:
-        return self._add(self._parser.feed(self._tokenizer.piece(id)))
-
-    def finish(self) -> list[tuple[str, str]]:
-        return self._add(self._parser.finish())
-
-    def _add(self, events: list[Event]) -> list[tuple[str, str]]:
-        shown = []
-        for event in events:
-            if isinstance(event, Text):
-                self.channel = event.channel
-                if event.channel == "think":
-                    self.reasoning += event.text
-                else:
-                    self.text += event.text
-                shown.append((event.channel, event.text))
-            elif isinstance(event, CallClosed):
-                self.channel = "tools"
-                self.tool_calls.append({"name": event.name, "arguments": event.arguments})
-                shown.append((self.channel, f"{event.name}({event.arguments})\n"))
-        return shown
+def token_logprob(logits: np.ndarray, id: int, top: int) -> TokenLogprob:
+    """Log softmax of logits [V] at `id` and at the `top` largest, equal ones by rising id."""
+    values = logits.astype(np.float64)
+    values -= values.max()
+    values -= np.log(np.exp(values).sum())
+    best = np.argsort(-values, kind="stable")[:top]
+    return TokenLogprob(id, float(values[id]), tuple((int(n), float(values[n])) for n in best))
 
 
 _NOT_COUNTERS = {"peak_memory_bytes", "prefill_chunk", "io_threads", "cache_bytes", "resident_bytes"}
