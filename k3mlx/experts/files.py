@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -54,87 +55,106 @@ class ExpertFiles:
         `memory` starts at a multiple of ALIGN and reaches to the next one after the read. Raises
         ModelFilesError when the file has changed, ends early or cannot be read, ReadGivenUp as asked.
         """
-        done = offset  # in the file; memory[x] is byte first + x
-        first, stop = offset - offset % ALIGN, offset + nbytes
-        step = SLICE if give_up is not None else READ_MAX
+        first, stop = offset - offset % ALIGN, offset + nbytes  # memory[x] is byte first + x
+        done = offset
         if self.direct:
-            file = self._open(path, direct=True)
-            whole = min(round_up(stop), file.size - file.size % ALIGN if file.blocks else file.size)
-            position = first
-            while position < whole:
-                _check_wanted(give_up)
-                count = file.read(position, memory[position - first : min(position + step, whole) - first])
-                position += count
-                if count % ALIGN:
-                    break  # the system stopped short: the rest goes through the page cache
-            done = max(done, min(position, stop))
+            with self._using(path, direct=True) as file:
+                done = _read_blocks(file, first, stop, memory, give_up)
         if done < stop:
-            file = self._open(path, direct=False)
-            while done < stop:
-                _check_wanted(give_up)
-                done += file.read(done, memory[done - first : min(done + step, stop) - first])
-        file.check()
+            with self._using(path, direct=False) as file:
+                step = READ_MAX if give_up is None else SLICE
+                while done < stop:
+                    _check_wanted(give_up)
+                    done += file.read(done, memory[done - first : min(done + step, stop) - first])
+                file.check()
 
     def reopen(self, path: Path) -> None:
-        """Forget a path's descriptors, so that the next read opens the file anew."""
+        """Close a path's descriptors when their reads have ended, so that the next read opens it anew."""
         with self._lock:
             for direct in (False, True):
-                self._files.pop((path, direct), None)
+                file = self._files.pop((path, direct), None)
+                if file is not None:
+                    file.retired = True
+                    file.close_if_idle()
 
     def close(self) -> None:
         """Close every file; there must be no reads in progress."""
-        with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
+        for path, _ in list(self._files):
+            self.reopen(path)
 
-    def _open(self, path: Path, direct: bool) -> _File:
+    @contextmanager
+    def _using(self, path: Path, direct: bool) -> Iterator[_File]:
         with self._lock:
             file = self._files.get((path, direct))
             if file is None:
                 file = self._files[path, direct] = _File(path, self._stamps.get(path), direct)
-            return file
+            file.readers += 1
+        try:
+            yield file
+        finally:
+            with self._lock:
+                file.readers -= 1
+                file.close_if_idle()
+
+
+def _read_blocks(
+    file: _File, first: int, stop: int, memory: NDArray[np.uint8], give_up: GiveUp | None
+) -> int:
+    """Read whole blocks from `first` on, as far as the file has them; returns where the rest begins."""
+    whole = min(round_up(stop), file.size - file.size % ALIGN if file.blocks else file.size)
+    step = READ_MAX if give_up is None else SLICE
+    position = first
+    while position < whole:
+        _check_wanted(give_up)
+        position += file.read(position, memory[position - first : min(position + step, whole) - first])
+        if position % ALIGN:
+            break  # the system stopped short: the rest goes through the page cache
+    file.check()
+    return min(position, stop)
 
 
 class _File:
-    """One descriptor. Closed with its last reference, so that a read in progress may outlive `reopen`."""
+    """One descriptor and how many reads use it; guarded by the lock of its ExpertFiles."""
 
     def __init__(self, path: Path, expected: FileStamp | None, direct: bool) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._descriptor = -1
+        self.readers = 0
+        self.retired = False
         self.blocks = direct and hasattr(os, "O_DIRECT")  # reads must be of whole blocks
         flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
         try:
             self._descriptor = os.open(path, flags | (os.O_DIRECT if self.blocks else 0))
-            status = os.fstat(self._descriptor)
+        except OSError as error:
+            raise ModelFilesError(f"{path}: cannot be opened ({reason(error)})") from None
+        try:
             if direct and sys.platform == "darwin":
                 import fcntl
 
                 fcntl.fcntl(self._descriptor, fcntl.F_NOCACHE, 1)
-        except OSError as error:
-            raise ModelFilesError(f"{path}: cannot be opened ({reason(error)})") from None
-        self._expected = expected or FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
-        self.size = self._expected.size
-        self.check()
+            self._expected = expected or self._stamp()
+            self.size = self._expected.size
+            self.check()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
 
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+    def close_if_idle(self) -> None:
+        if self.retired and not self.readers:
+            os.close(self._descriptor)
 
     def check(self) -> None:
         """Raise ModelFilesError unless the open file is as it was when the model was opened."""
-        status = os.fstat(self._descriptor)
-        stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+        stamp = self._stamp()
         if stamp != self._expected:
             raise ModelFilesError(
                 f"{self._path}: changed since the model was opened ({stamp.size} bytes,"
                 f" was {self._expected.size}); open it again"
             )
+
+    def _stamp(self) -> FileStamp:
+        status = os.fstat(self._descriptor)
+        return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
 
     def read(self, offset: int, memory: NDArray[np.uint8]) -> int:
         """Read at most `len(memory)` bytes and return how many, at least one."""

@@ -88,13 +88,14 @@ class Request:
         store = self._store
         with store.lock:
             while True:
-                if store.options.pipe or not self._entries:
+                if store.options.pipe:
                     self._pump()
                 positions = self._available(at_most, whole)
                 if positions:
                     break
-                if not self._reads_expected():
-                    self._free_a_slot(at_most)
+                if not store.reading:  # waiting would not help
+                    if store.options.pipe or not self._pump():
+                        self._free_a_slot()
                     continue
                 started = perf_counter()
                 store.lock.wait()
@@ -111,15 +112,18 @@ class Request:
         entry.wanted += 1
         self._entries[position] = entry
 
-    def _pump(self) -> None:
-        """Give slots to as many waiting positions as there are slots for, the first ones first."""
+    def _pump(self) -> bool:
+        """Give slots to as many waiting positions as there are slots for, the first ones first; any given?"""
+        waiting = len(self._pending)
         while self._pending:
             key = self._layer, self._experts[self._pending[0]]
             entry = self._store.admit(key, DEMAND)
             if entry is None:
-                return
+                break
             self._take(heapq.heappop(self._pending), entry)
-        self._store.pump_warm()
+        else:
+            self._store.pump_warm()
+        return len(self._pending) < waiting
 
     def _available(self, at_most: int, whole: bool) -> list[int]:
         """Positions that can be handed out now; raises the error of a read that has failed."""
@@ -139,11 +143,7 @@ class Request:
             return []
         return found[:at_most]
 
-    def _reads_expected(self) -> bool:
-        """Whether waiting helps: a read that is going on will fill a slot or free one."""
-        return self._store.reading > 0
-
-    def _free_a_slot(self, at_most: int) -> None:
+    def _free_a_slot(self) -> None:
         """Every slot holds an expert that this request wants later: give up the one wanted last."""
         later = [
             position

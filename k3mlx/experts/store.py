@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.errors import ModelFilesError, ResourceError
 
-from .files import ExpertFiles, ReadGivenUp
+from .files import ExpertFiles, ReadGivenUp, direct_supported
 from .layout import ExpertLayout, Placement
 from .options import StreamOptions
 from .policies import Key, make_policy
+from .probe import DirectChoice, choose_direct
 from .reads import DEMAND, LOOKAHEAD, WARM, Job, ReadPool
 from .request import Request
 from .slots import ALIGN, NumpySlots, SlotMemory, SlotProvider
@@ -95,7 +96,7 @@ class ExpertStore:
         self.minimum = min(checkpoint.config.num_experts_per_token, self.layout.count)  # slots
         self.capacity = self._slots_in(budget)
         self.lock = threading.Condition()
-        self.files = ExpertFiles(checkpoint.stamps, direct=self.options.direct_io == "on")
+        self.files = ExpertFiles(checkpoint.stamps, direct=self._choose_direct(checkpoint))
         self.pool = ReadPool(self.options.io_threads)
         self._provider = slots or NumpySlots()
         self._policy = make_policy(self.options.policy, max(1, self.capacity))
@@ -260,6 +261,16 @@ class ExpertStore:
         wanted = budget // self.payload if self.payload else 0
         return min(self.layout.count, max(self.minimum, wanted))
 
+    def _choose_direct(self, checkpoint: Checkpoint) -> bool:
+        wish = self.options.direct_io
+        if wish == "auto":
+            self.direct_choice = choose_direct(self.layout, checkpoint.stamps, self.options.io_threads)
+            return self.direct_choice.direct
+        self.direct_choice = DirectChoice(wish == "on")
+        if wish == "on" and not direct_supported():
+            raise ResourceError("direct I/O is not available on this system; use --direct-io auto or off")
+        return wish == "on"
+
     def _has_empty_slot(self) -> bool:
         return bool(self._free) or self._allocated < self.capacity
 
@@ -279,10 +290,23 @@ class ExpertStore:
                 self._allocated += 1
                 return memory
         victim = None if urgency == WARM else self._policy.victim(self._evictable)
-        if victim is None:
-            return None
-        self._evict(self._entries[victim])
-        return self._free.pop()
+        if victim is not None:
+            self._evict(self._entries[victim])
+        elif urgency == DEMAND:
+            self._give_up_guesses()
+        return self._free.pop() if self._free else None
+
+    def _give_up_guesses(self) -> None:
+        """Free a slot that was taken in advance, by the lookahead or the warm start, for a demand."""
+        for entry in self._entries.values():
+            if entry.wanted or entry.holds:
+                continue
+            if entry.state == READY:  # read ahead, else it would have been a victim
+                self._evict(entry)
+                return
+            if entry.job is not None and self.pool.cancel(entry.job):
+                self._drop_unread(entry)
+                return
 
     def _evictable(self, key: Key) -> bool:
         entry = self._entries[key]
@@ -299,13 +323,17 @@ class ExpertStore:
         if entry.speculative:
             self.counters.prefetch_wasted_bytes += self.payload
 
+    def _drop_unread(self, entry: Entry) -> None:
+        """Free the slot of an entry whose read was cancelled before it began."""
+        self.reading -= 1
+        entry.speculative = False
+        self._remove(entry)
+
     def _abandon(self, entry: Entry) -> None:
         """Let go of an expert that was read ahead in vain, whatever the state of its read."""
         if entry.state == READING and entry.job is not None:
             if self.pool.cancel(entry.job):
-                self.reading -= 1
-                entry.speculative = False  # no byte was read
-                self._remove(entry)
+                self._drop_unread(entry)
             return  # a read that runs ends soon and is taken out by _fill
         self.counters.prefetch_wasted_bytes += self.payload
         entry.speculative = False
