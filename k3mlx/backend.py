@@ -55,6 +55,9 @@ class Backend(Protocol):
     def parts_report(self) -> list[dict[str, Any]]:
         """What ran where: part, device, kernel, format, calls, failures, fallbacks."""
 
+    def runtime_report(self) -> dict[str, Any]:
+        """What else there is to say of the libraries that ran: versions, switches, their own memory."""
+
     def close(self) -> None:
         """Release files and memory."""
 
@@ -116,6 +119,9 @@ class NumpyBackend:
             }
             for part in self._parts_per_pass()
         ]
+
+    def runtime_report(self) -> dict[str, Any]:
+        return {"numpy": np.__version__}
 
     def close(self) -> None:
         self.store.close()

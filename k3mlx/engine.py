@@ -156,6 +156,7 @@ class Engine:
             "prefill_chunk": self.prefill_step_size,
             "experts": experts,
             "parts": self.backend.parts_report(),
+            "runtime": self.backend.runtime_report(),
             "ranks": [],
         }
 

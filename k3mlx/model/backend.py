@@ -7,13 +7,16 @@ by `k3mlx.devices`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from k3mlx.checkpoint.snapshot import Checkpoint
+from k3mlx.devices import TF32
 from k3mlx.errors import K3Error, UsageError
 from k3mlx.experts.options import StreamOptions
 from k3mlx.experts.store import ExpertStore
@@ -105,6 +108,17 @@ class MlxBackend:
 
     def parts_report(self) -> list[dict[str, Any]]:
         return self.room.report(self._formats())
+
+    def runtime_report(self) -> dict[str, Any]:
+        """Versions, whether products may use 10-bit mantissas, MLX's own memory; `device` of the reports is
+        where the dense parts run at the end, `first_device` where they began."""
+        return {
+            "mlx": version("mlx"),
+            "tf32": os.environ.get(TF32) != "0",
+            "first_device": self.room.first_kind,
+            "mlx_active_bytes": mx.get_active_memory(),
+            "mlx_peak_bytes": mx.get_peak_memory(),
+        }
 
     def close(self) -> None:
         def drop(call: Call) -> None:

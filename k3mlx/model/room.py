@@ -50,11 +50,12 @@ class Room:
         self.experts: ExpertStreams | None = experts  # None: numpy, when MLX has failed at them
         self.experts_kind = experts_kind
         self.watchdog = watchdog
-        self.stream = mx.new_stream(mx.cpu if kind == "cpu" else mx.gpu)
+        # a kernel runs on its thread's default stream whatever the context says, so everything else does too
+        self.stream = mx.default_stream(mx.cpu if kind == "cpu" else mx.gpu)
         self.calls: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
-        self._first_kind = kind
+        self.first_kind = kind
         self._part = "head"
         self._evaluating = False
         self._launched: dict[str, int] = {}
@@ -72,12 +73,12 @@ class Room:
         if part == "experts":
             self.fallbacks[part] += self.experts is None
         else:
-            self.fallbacks[part] += self.kind != self._first_kind
+            self.fallbacks[part] += self.kind != self.first_kind
 
     def evaluate(self, what: str, arrays: Sequence[Any], seconds: float) -> None:
         """Wait for `arrays`; after `seconds` the watchdog ends the process, naming `what`."""
-        kernels = ", ".join(self._suspects())
         self._evaluating = True
+        kernels = ", ".join(self._suspects())
         with self.watchdog.watch(f"{what}{f' (kernels {kernels})' if kernels else ''}", seconds):
             mx.eval(arrays)
         self._evaluating = False
@@ -115,7 +116,7 @@ class Room:
     def to_cpu(self, reason: str) -> None:
         """Run everything on the CPU device from now on."""
         self.kind = "cpu"
-        self.stream = mx.new_stream(mx.cpu)
+        self.stream = mx.default_stream(mx.cpu)
         self._streams.append(self.stream)
         self.kernels.disable_all(reason)
         if self.experts_kind != "cpu":
@@ -138,7 +139,7 @@ class Room:
         ]
 
     def _counts_kernels(self) -> bool:
-        return self.kernels.maker is not None and self.kind == self._first_kind
+        return self.kernels.maker is not None and self.kind == self.first_kind
 
     def _counters(self, part: str) -> list[Any]:
         return [self.kernels.counters[stem] for stem in STEMS.get(part, ())]
@@ -156,8 +157,8 @@ class Room:
             return "mlx" if self.experts_kind != "cpu" else f"mlx on {count} stream{'s' if count > 1 else ''}"
         if self.kernels.maker is None:
             return "mlx"
-        active = [stem for stem in STEMS.get(part, ()) if stem not in self.kernels.disabled]
-        return ", ".join(active) or "mlx"
+        names = ["mlx" if stem in self.kernels.disabled else stem for stem in STEMS.get(part, ())]
+        return ", ".join(dict.fromkeys(names)) or "mlx"
 
     def _launches(self) -> dict[str, int]:
         return {stem: counter.calls for stem, counter in self.kernels.counters.items()}
