@@ -148,6 +148,7 @@ def make_backend(
     dtype: str | None,
     expert_cache: int | None,
     experts_device: str = "cpu",
+    cpu_threads: int | None = None,
     streaming: StreamOptions | None = None,
 ) -> Backend:
     """The backend that was chosen, with the model loaded. dtype None is the backend's own choice.
@@ -156,6 +157,8 @@ def make_backend(
     """
     if experts_device not in ("cpu", "gpu"):
         raise UsageError(f"experts_device is {experts_device!r}, expected cpu or gpu")
+    if cpu_threads is not None and cpu_threads < 1:
+        raise UsageError(f"cpu_threads is {cpu_threads}, expected at least 1")
     if experts_device == "gpu" and choice.device == "cpu":
         raise ResourceError("experts_device gpu asks for a GPU, but this run has none: see --device")
     if choice.backend == "numpy":
@@ -166,7 +169,7 @@ def make_backend(
         dtype = dtype or ("float32" if choice.device == "cpu" else "bfloat16")
         made = MlxBackend(
             checkpoint, dtype, expert_cache, streaming,
-            device=choice.device, kernels=choice.kernels, experts_device=experts_device,
+            device=choice.device, kernels=choice.kernels, experts_device=experts_device, threads=cpu_threads,
         )  # fmt: skip
     made.notes = choice.notes
     return made

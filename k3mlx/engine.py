@@ -45,6 +45,7 @@ def load(
     device: str = "auto",
     dtype: str | None = None,
     experts_device: str = "cpu",
+    cpu_threads: int | None = None,
     expert_cache: int | str = "auto",
     prefill_step_size: int = PREFILL_STEP,
 ) -> Engine:
@@ -55,6 +56,7 @@ def load(
     which leaves it to K3_METAL (1 Metal or nothing, 0 never a GPU) and to what is there.
     dtype: what the dense parts compute in: float32 (default) or float64 on numpy; bfloat16 (default on a GPU)
     or float32 (default on the CPU) on mlx. experts_device: `cpu`, or `gpu` for mlx on a GPU.
+    cpu_threads: CPU streams that routed experts are spread over on mlx; None is OMP_NUM_THREADS, else every core.
     expert_cache: bytes of expert payload kept in memory (`40GB`, or an integer); `auto` keeps all read.
     prefill_step_size: prompt tokens per forward pass; the one setting here that may change the last bits.
     Raises UsageError, ModelFilesError or ResourceError.
@@ -65,7 +67,7 @@ def load(
     choice = choose("numpy" if backend == "auto" and dtype == "float64" else backend, device)
     folder = resolve(model)
     checkpoint = Checkpoint.open(folder)
-    made = make_backend(choice, checkpoint, dtype, budget, experts_device)
+    made = make_backend(choice, checkpoint, dtype, budget, experts_device, cpu_threads)
     return Engine(folder, checkpoint, made, prefill_step_size)
 
 

@@ -40,6 +40,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--experts-device", choices=("cpu", "gpu"), default="cpu", help="where routed experts compute (mlx)"
     )
     group.add_argument(
+        "--cpu-threads",
+        type=int,
+        metavar="N",
+        help="threads for experts (default: OMP_NUM_THREADS, else cores)",
+    )
+    group.add_argument(
         "--expert-cache",
         default="auto",
         metavar="SIZE",
@@ -75,6 +81,7 @@ def open_engine(args: argparse.Namespace) -> Engine:
         device=args.device,
         dtype=args.dtype,
         experts_device=args.experts_device,
+        cpu_threads=args.cpu_threads,
         expert_cache=args.expert_cache,
         prefill_step_size=args.prefill_step_size,
     )
