@@ -5,7 +5,7 @@
 // (convolution, normalisation, gates), then every SIMD group carries its own value columns through the
 // block alone, then whole SIMD groups finish a row each (output norm and gate).
 // In the middle part a lane holds KEYS key rows of OWNED columns; KEY_LANES lanes share a column.
-// Template: TYPE of the activations, HEAD_DIM, CONV_WIDTH, THREADS. Grid: (THREADS, heads, batch).
+// Template: TYPE of the activations, HEADS, HEAD_DIM, CONV_WIDTH, THREADS. Grid: (THREADS, H, B).
 constexpr int BLOCK = 8;
 constexpr int SIMD_GROUPS = THREADS / 32;
 constexpr int COLUMNS = HEAD_DIM / SIMD_GROUPS;
@@ -15,6 +15,7 @@ constexpr int KEYS = HEAD_DIM / KEY_LANES;
 constexpr int OWNED = COLUMNS / COLUMN_LANES;
 constexpr int HISTORY = CONV_WIDTH - 1;
 constexpr int PARTS = HEAD_DIM / 32;
+constexpr int CHANNELS = HEADS * HEAD_DIM;
 
 threadgroup float s_q[BLOCK * HEAD_DIM];  // normalised and scaled
 threadgroup float s_k[BLOCK * HEAD_DIM];  // normalised
@@ -24,8 +25,7 @@ threadgroup float s_o[BLOCK * HEAD_DIM];
 threadgroup float s_dot[BLOCK];  // q.k
 threadgroup float s_beta[BLOCK];
 
-const int heads = sizes[0];
-const int tokens = sizes[1];
+const int tokens = sizes[0];
 const int head = int(threadgroup_position_in_grid.y);
 const int batch = int(threadgroup_position_in_grid.z);
 const int index = int(thread_index_in_threadgroup);
@@ -33,12 +33,11 @@ const int lane = int(thread_index_in_simdgroup);
 const int group = int(simdgroup_index_in_threadgroup);
 const int key_lane = lane % KEY_LANES;
 const int column0 = group * COLUMNS + lane / KEY_LANES * OWNED;
-const int channels = heads * HEAD_DIM;
 const int channel0 = head * HEAD_DIM;
 const int tokens0 = batch * tokens;
 
 float cells[KEYS * OWNED];
-const int cell0 = ((batch * heads + head) * HEAD_DIM + key_lane) * HEAD_DIM + column0;
+const int cell0 = ((batch * HEADS + head) * HEAD_DIM + key_lane) * HEAD_DIM + column0;
 #pragma unroll
 for (int j = 0; j < KEYS; ++j) {
   #pragma unroll
@@ -51,11 +50,11 @@ for (int item = index; item < 3 * HISTORY * HEAD_DIM; item += THREADS) {
   const int row = item / HEAD_DIM;  // stream and window row together
   const int stream = row / HISTORY;
   const int channel = channel0 + item % HEAD_DIM;
-  const int window0 = (batch * 3 + stream) * HISTORY * channels + channel;
+  const int window0 = (batch * 3 + stream) * HISTORY * CHANNELS + channel;
   auto fresh = stream == 0 ? q : (stream == 1 ? k : v);
   const int s = tokens + row % HISTORY;
-  new_windows[(batch * 3 * HISTORY + row) * channels + channel] =
-      TYPE(k3_sample(windows + window0, fresh + (tokens0 * channels + channel), s, HISTORY, channels));
+  new_windows[(batch * 3 * HISTORY + row) * CHANNELS + channel] =
+      TYPE(k3_sample(windows + window0, fresh + (tokens0 * CHANNELS + channel), s, HISTORY, CHANNELS));
 }
 
 const float rate = metal::precise::exp(float(A_log[head]));
@@ -75,13 +74,13 @@ for (int first = 0; first < tokens; first += BLOCK) {
       #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
         const int channel = channel0 + part * 32 + lane;
-        const int q_window = batch * 3 * HISTORY * channels + channel;
-        const int fresh0 = tokens0 * channels + channel;
+        const int q_window = batch * 3 * HISTORY * CHANNELS + channel;
+        const int fresh0 = tokens0 * CHANNELS + channel;
         q_active[part] = k3_silu(k3_short_conv<CONV_WIDTH>(
-            windows + q_window, q + fresh0, taps + channel * CONV_WIDTH, t, channels));
+            windows + q_window, q + fresh0, taps + channel * CONV_WIDTH, t, CHANNELS));
         k_active[part] = k3_silu(k3_short_conv<CONV_WIDTH>(
-            windows + (q_window + HISTORY * channels), k + fresh0,
-            taps + (channels + channel) * CONV_WIDTH, t, channels));
+            windows + (q_window + HISTORY * CHANNELS), k + fresh0,
+            taps + (CHANNELS + channel) * CONV_WIDTH, t, CHANNELS));
         q_square += q_active[part] * q_active[part];
         k_square += k_active[part] * k_active[part];
         dot += q_active[part] * k_active[part];
@@ -96,21 +95,21 @@ for (int first = 0; first < tokens; first += BLOCK) {
       }
       if (lane == 0) {
         s_dot[row] = dot_sum * q_scale * k_scale;
-        s_beta[row] = k3_sigmoid(float(b[(tokens0 + t) * heads + head]));
+        s_beta[row] = k3_sigmoid(float(b[(tokens0 + t) * HEADS + head]));
       }
     } else if (kind == 1) {
       #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
         const int channel = channel0 + part * 32 + lane;
         s_v[row * HEAD_DIM + part * 32 + lane] = k3_silu(k3_short_conv<CONV_WIDTH>(
-            windows + ((batch * 3 + 2) * HISTORY * channels + channel), v + (tokens0 * channels + channel),
-            taps + (2 * channels + channel) * CONV_WIDTH, t, channels));
+            windows + ((batch * 3 + 2) * HISTORY * CHANNELS + channel), v + (tokens0 * CHANNELS + channel),
+            taps + (2 * CHANNELS + channel) * CONV_WIDTH, t, CHANNELS));
       }
     } else {
       #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
         const int channel = channel0 + part * 32 + lane;
-        const float shifted = float(z[(tokens0 + t) * channels + channel]) + float(dt_bias[channel]);
+        const float shifted = float(z[(tokens0 + t) * CHANNELS + channel]) + float(dt_bias[channel]);
         s_alpha[row * HEAD_DIM + part * 32 + lane] =
             metal::precise::exp(numbers[0] * k3_sigmoid(rate * shifted));
       }
@@ -171,7 +170,7 @@ for (int first = 0; first < tokens; first += BLOCK) {
     #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const int within = part * 32 + lane;
-      const int out_cell = (tokens0 + first + row) * channels + channel0 + within;
+      const int out_cell = (tokens0 + first + row) * CHANNELS + channel0 + within;
       out[out_cell] = TYPE(
           s_o[row * HEAD_DIM + within] * scale * float(o_norm[within]) * k3_sigmoid(float(gate[out_cell])));
     }

@@ -70,8 +70,8 @@ _KDA_OUTPUTS = ("out", "new_windows", "new_state")
 KERNELS = {
     spec.stem: spec
     for spec in (
-        Spec("kda_step", _KDA_INPUTS, _KDA_OUTPUTS, 1024),
-        Spec("kda_prefill", _KDA_INPUTS, _KDA_OUTPUTS, 1024),
+        Spec("kda_step", _KDA_INPUTS, _KDA_OUTPUTS, 512),
+        Spec("kda_prefill", _KDA_INPUTS, _KDA_OUTPUTS, 512),
         Spec(
             "attn_res_mix",
             ("blocks", "partial", "norm", "query", "out_norm", "sizes", "numbers"),
@@ -130,9 +130,11 @@ def kda(
     return Launch(
         inputs=[
             q, k, v, z, b, gate, windows, state, taps, A_log, dt_bias, o_norm,
-            maker.ints([heads, tokens]), maker.floats([lower_bound, eps, l2_eps, width**-0.5]),
+            maker.ints([tokens]), maker.floats([lower_bound, eps, l2_eps, width**-0.5]),
         ],
-        template=[("TYPE", q.dtype), ("HEAD_DIM", width), ("CONV_WIDTH", conv), ("THREADS", threads)],
+        template=[
+            ("TYPE", q.dtype), ("HEADS", heads), ("HEAD_DIM", width), ("CONV_WIDTH", conv), ("THREADS", threads),
+        ],
         grid=(threads, heads, batch),
         threadgroup=(threads, 1, 1),
         output_shapes=[(batch, tokens, channels), tuple(windows.shape), tuple(state.shape)],

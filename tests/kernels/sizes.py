@@ -6,6 +6,7 @@ Owns the choice only; what a case holds and when it passes is in `k3mlx.kernels.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from k3mlx.kernels.cases import KDA_KINDS, Case, attn_res_case, kda_case, route_case
 
@@ -77,7 +78,12 @@ def route_topk_cases() -> Iterator[Case]:
     for experts, k in ((896, 16), (6, 2), (20, 4), (33, 16), (64, 1), (1000, 16), (16, 16)):
         for kind in ("plain", "ties", "wide") + (("nan",) if experts > k + experts // 7 + 1 else ()):
             yield route_case(
-                experts=experts, k=k, tokens=(1, 2, 5)[count % 3], kind=kind, threads=THREADS[count % 4], seed=count
+                experts=experts,
+                k=k,
+                tokens=(1, 2, 5)[count % 3],
+                kind=kind,
+                threads=THREADS[count % 4],
+                seed=count,
             )
             count += 1
     for threads in THREADS:
@@ -90,3 +96,41 @@ CASES = {
     "attn_res_mix": attn_res_mix_cases,
     "route_topk": route_topk_cases,
 }
+
+
+def gpu_cases(longest: int = 1000) -> Iterator[Case]:
+    """Sizes that the emulator leaves out because they take it too long; no longer than `longest` tokens."""
+
+    def kda(stem: str, kind: str = "plain", *, tokens: int = 1, heads: int = 96, **rest: Any) -> Case:
+        return kda_case(stem, kind, tokens=min(tokens, longest), heads=heads, **rest)
+
+    for dtype in DTYPES:
+        for kind in KDA_KINDS[:-1]:
+            yield kda("kda_step", kind, tokens=16, dtype=dtype)
+        yield kda("kda_step", batch=3, tokens=31, dtype=dtype, threads=512)
+        for tokens in (63, 64, 65):
+            yield kda("kda_prefill", "slow", batch=2, heads=3, tokens=tokens, dtype=dtype)
+        yield kda("kda_prefill", "saturated", tokens=1000, dtype=dtype)
+    for kind in KDA_KINDS[:-1]:
+        yield kda("kda_prefill", kind, heads=3, tokens=1000)
+    yield kda("kda_step", "read_out")
+    yield kda("kda_prefill", "read_out")
+    yield attn_res_case(frozen=8, tokens=min(500, longest))
+    yield route_case(tokens=min(500, longest))
+
+
+def bench_cases(longest: int = 2048) -> Iterator[tuple[str, int, tuple[int, ...], Case]]:
+    """(name, sets of buffers to rotate through, thread counts to try, case) at the released model's sizes."""
+    for stem, tokens, sets, threads in (
+        ("kda_step", 1, 16, (256, 512, 1024)),
+        ("kda_step", 16, 8, (512, 1024)),
+        ("kda_step", 2048, 1, (512, 1024)),
+        ("kda_prefill", 2048, 1, (256, 512, 1024)),
+    ):
+        case = kda_case(stem, heads=96, tokens=min(tokens, longest), dtype="bfloat16")
+        yield f"{stem} T{tokens}", sets, threads, case
+    for tokens, sets in ((1, 64), (2048, 1)):
+        count = min(tokens, longest)
+        case = attn_res_case(frozen=8, tokens=count, dtype="bfloat16")
+        yield f"attn_res_mix T{tokens}", sets, (256, 512, 1024), case
+        yield f"route_topk T{tokens}", sets, (128, 256, 512), route_case(tokens=count)

@@ -34,7 +34,16 @@ _CHECKS = [
     "-ftrivial-auto-var-init=pattern",
 ]
 _PLAIN = ["-ftrivial-auto-var-init=zero"]
-_SIZES = {"float": 4, "uint": 4, "int": 4, "half": 2, "ushort": 2, "short": 2, "bfloat16_t": 2, "float16_t": 2}
+_SIZES = {
+    "float": 4,
+    "uint": 4,
+    "int": 4,
+    "half": 2,
+    "ushort": 2,
+    "short": 2,
+    "bfloat16_t": 2,
+    "float16_t": 2,
+}
 
 
 class CompileError(Exception):

@@ -70,9 +70,7 @@ class Generated:
         """Header, function and instantiation, as MLX prints them with `verbose`."""
         parameters = ",\n".join(p.metal() for p in self.parameters)
         template = f"template <{self.template_declaration}>\n" if self.template else ""
-        text = (
-            f"{self.header}{template}[[kernel]] void {self.name}(\n{parameters}) {{\n{self.source}\n}}\n"
-        )
+        text = f"{self.header}{template}[[kernel]] void {self.name}(\n{parameters}) {{\n{self.source}\n}}\n"
         if self.template:
             full = f"{self.name}<{self.template_values}>"
             text += f'\ntemplate [[host_name("{self.name}")]] [[kernel]] decltype({full}) {full};\n'
@@ -88,7 +86,7 @@ class Generated:
         values = f"<{self.template_values}>" if self.template else ""
         return (
             f'#include "metal.h"\n#line 1 "header"\n{self.header}\n#line 1 "signature"\n'
-            f"{template}inline void {self.name}({parameters}) {{\n#line 1 \"source\"\n{self.source}\n}}\n"
+            f'{template}inline void {self.name}({parameters}) {{\n#line 1 "source"\n{self.source}\n}}\n'
             '#line 1 "entry"\n'
             'extern "C" void k3_entry(void** buffers, const uint32_t* attributes) {\n'
             f"  {self.name}{values}({arguments});\n}}\n"
@@ -135,7 +133,11 @@ def generate(
         add(input_name, DTYPES[dtype][0], "constant" if small else "device", True, "*" if shape else "&")
         types.append(DTYPES[dtype][0] + ("s" if not shape else "c" if small else ""))
         if shape:
-            for extra, type_, form in (("shape", "int", "*"), ("strides", "int64_t", "*"), ("ndim", "int", "&")):
+            for extra, type_, form in (
+                ("shape", "int", "*"),
+                ("strides", "int64_t", "*"),
+                ("ndim", "int", "&"),
+            ):
                 if f"{input_name}_{extra}" in source:
                     add(f"{input_name}_{extra}", type_, "constant", True, form)
     for output_name, dtype in outputs:

@@ -26,7 +26,9 @@ class Emulator:
     """private_check: run every launch a second time, unchecked and with private variables preset to zero, and
     compare the outputs bit by bit. checked=False runs that second form only, for speed."""
 
-    def __init__(self, private_check: bool = True, checked: bool = True, deadline: float = build.DEADLINE) -> None:
+    def __init__(
+        self, private_check: bool = True, checked: bool = True, deadline: float = build.DEADLINE
+    ) -> None:
         self.private_check = private_check
         self.checked = checked
         self.deadline = deadline
@@ -123,7 +125,9 @@ class Emulator:
         ]
         for name, a, b in zip(names, results[0], results[-1], strict=True):
             if a != b:
-                raise build.Finding("private", f"{name} depends on a private variable that was never set", buffer=name)
+                raise build.Finding(
+                    "private", f"{name} depends on a private variable that was never set", buffer=name
+                )
         return outputs
 
 
@@ -141,7 +145,11 @@ def _as_array(x: Any) -> EmuArray:
 
 def _extras(x: EmuArray) -> tuple[tuple[str, list[int], str], ...]:
     strides = [int(np.prod(x.shape[n + 1 :])) for n in range(len(x.shape))]
-    return (("shape", list(x.shape), "int32"), ("strides", strides, "int64"), ("ndim", [len(x.shape)], "int32"))
+    return (
+        ("shape", list(x.shape), "int32"),
+        ("strides", strides, "int64"),
+        ("ndim", [len(x.shape)], "int32"),
+    )
 
 
 class EmulatorMaker:

@@ -333,7 +333,19 @@ struct Location {
   void __ubsan_handle_##NAME(Location* at, ...) {                                                  \
     finding(KIND, __builtin_return_address(0), "file=%s line=%u", at->file, at->line);             \
   }
-UNDEFINED(out_of_bounds, "bounds")
+struct ArrayType {
+  uint16_t kind, information;
+  char name[1];
+};
+// The array of a bad index has no name here, only a type.
+void __ubsan_handle_out_of_bounds(Location* at, uint64_t index) {
+  const ArrayType* type = *reinterpret_cast<ArrayType**>(at + 1);
+  char name[64] = {};
+  for (size_t n = 0, m = 0; type->name[n] && m < sizeof name - 1; ++n)
+    if (type->name[n] != ' ' && type->name[n] != 0x27) name[m++] = type->name[n];
+  finding("bounds", __builtin_return_address(0), "buffer=%s index=%d file=%s line=%u", name, (int)index, at->file,
+          at->line);
+}
 UNDEFINED(type_mismatch_v1, "alignment")
 UNDEFINED(add_overflow, "overflow")
 UNDEFINED(sub_overflow, "overflow")
