@@ -176,7 +176,10 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **o
         elif text == markers.END_OF_MSG and allow_special:
             borders.append(len(ids))
     shared = next((place for place, role in enumerate(roles) if role != "system"), 0)
-    return Prompt(tuple(ids), start_mode(segments), tuple(borders), shared)
+    tail = segments[-3:]
+    opens = [text for text, _ in tail[::2]] == [markers.OPEN, markers.SEP] and all(s for _, s in tail[::2])
+    opener = len(tokenizer.encode_segments(tail)) if opens else 0
+    return Prompt(tuple(ids), start_mode(segments), tuple(borders), shared, opener)
 
 
 def sampling_options(engine: Engine, given: Mapping[str, Any]) -> SamplingOptions:

@@ -27,12 +27,14 @@ class Prompt:
 
     start: where the output begins (`channels.start_mode`), None for plain text. borders: numbers of ids up
     to the end of each message, rising. shared: how many of those belong to the leading system messages.
+    opener: how many of the last ids open the channel of the answer.
     """
 
     ids: tuple[int, ...]
     start: str | None = None
     borders: tuple[int, ...] = ()
     shared: int = 0
+    opener: int = 0
 
     def pauses(self, step: int) -> list[int]:
         """The borders at which a snapshot is worth an extra pass, rising.
