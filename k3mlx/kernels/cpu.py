@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ModelFilesError, ResourceError, UsageError
+from k3mlx.errors import ModelFilesError, ResourceError, UsageError
+
 from . import cpu_build
 from .cpu_matrix import RECORD, Matrix, stack_experts
 
@@ -27,7 +28,6 @@ INNER_BYTES = 32 << 20  # SiTU values of one call of experts_mix; more pairs tha
 _SCALE_NAN = 255
 
 F32 = NDArray[np.float32]
-Sextuple = tuple[NDArray, NDArray, NDArray, NDArray, NDArray, NDArray]
 Triple = tuple[Matrix, Matrix, Matrix]
 
 
@@ -38,7 +38,9 @@ def default_threads() -> int:
         return int(given)
     if sys.platform == "darwin":
         for key in ("hw.perflevel0.physicalcpu", "hw.physicalcpu"):
-            answer = subprocess.run(["/usr/sbin/sysctl", "-n", key], capture_output=True, text=True, check=False)
+            answer = subprocess.run(
+                ["/usr/sbin/sysctl", "-n", key], capture_output=True, text=True, check=False
+            )
             if answer.returncode == 0 and answer.stdout.strip().isdigit():
                 return max(1, int(answer.stdout))
     if hasattr(os, "sched_getaffinity"):
@@ -70,7 +72,9 @@ class CpuKernels:
         """
         rows, cols = matrix.shape
         if x.dtype != np.float32 or x.ndim < 1 or x.shape[-1] != cols:
-            raise UsageError(f"x is {x.dtype}{x.shape}; expected float32 [..., {cols}] for a matrix {matrix.shape}")
+            raise UsageError(
+                f"x is {x.dtype}{x.shape}; expected float32 [..., {cols}] for a matrix {matrix.shape}"
+            )
         shape = (*x.shape[:-1], rows)
         if out is None:
             out = np.empty(shape, np.float32)
@@ -92,7 +96,7 @@ class CpuKernels:
     def experts_mix(
         self,
         x: F32,
-        experts: Sequence[Sextuple] | Sequence[Triple],
+        experts: Sequence[tuple[NDArray, ...]] | Sequence[Triple],
         tokens: Sequence[NDArray[np.integer]],
         weights: Sequence[NDArray[np.floating]],
         beta: float,
@@ -253,18 +257,27 @@ def _library() -> ctypes.CDLL:
     library.k3_source_id.restype = ctypes.c_char_p
     built, sources = library.k3_source_id().decode(), cpu_build.source_id()
     if built != sources:
-        raise ResourceError(f"the CPU kernels were built from other sources ({built}, not {sources}); {remedy}")
-    pointer, size, single = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    library.k3_isa_named.restype = pointer
-    library.k3_isa_named.argtypes = [ctypes.c_char_p]
-    common = [pointer, ctypes.c_int, pointer]
-    library.k3_matmul.argtypes = [*common, pointer, size, size, pointer, size]
-    library.k3_experts_mix.argtypes = [
-        *(*common, size, pointer, pointer, pointer),
-        *(pointer, size, size, single, single, pointer, size),
-    ]
-    library.k3_read.argtypes = [*common, size]
-    library.k3_read.restype = ctypes.c_uint64
+        raise ResourceError(
+            f"the CPU kernels were built from other sources ({built}, not {sources}); {remedy}"
+        )
+    for function, (result, *arguments) in _signatures().items():
+        entry = getattr(library, function)
+        entry.restype, entry.argtypes = result, arguments
     if RECORD.itemsize != library.k3_matrix_size():
         raise ResourceError(f"the CPU kernels describe matrices differently from this package; {remedy}")
     return library
+
+
+def _signatures() -> dict[str, list[Any]]:
+    """Result and argument types of the library's functions, in the order of custom_kernels/cpu/api.c."""
+    pointer, number, size, single = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+    experts = [pointer, size, pointer, pointer, pointer]  # matrices, experts, start, token, weight
+    return {
+        "k3_isa_named": [pointer, ctypes.c_char_p],
+        "k3_matmul": [number, pointer, number, pointer, pointer, size, size, pointer, size],
+        "k3_experts_mix": [
+            *(number, pointer, number, *experts, pointer, size, size),
+            *(single, single, pointer, size),
+        ],
+        "k3_read": [ctypes.c_uint64, pointer, number, pointer, size],
+    }

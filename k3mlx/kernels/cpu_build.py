@@ -85,7 +85,12 @@ def build(
     command = list(compiler or find_compiler())
     folder = source_folder()
     machine = _output([*command, "-dumpmachine"]).split("-")[0].replace("arm64", "aarch64")
-    common = [*FLAGS, *extra_flags, f"-ffile-prefix-map={folder}=cpu", f'-DK3_SOURCE_ID="{source_id(folder)}"']
+    common = [
+        *FLAGS,
+        *extra_flags,
+        f"-ffile-prefix-map={folder}=cpu",
+        f'-DK3_SOURCE_ID="{source_id(folder)}"',
+    ]
     units: list[tuple[str, list[str]]] = [("api", []), ("pool", []), ("kernels", [])]
     for isa, flags in ISA_FLAGS.get(machine, {}).items():
         units.append(("kernels", [f"-DK3_ISA_{isa}", *flags]))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError
+from k3mlx.errors import UsageError
 
 MXFP4, Q4, Q8, BF16, F16, F32 = range(6)
 GROUP = 32  # columns of an MXFP4 scale
@@ -66,7 +66,9 @@ class Matrix:
         """w = scale * q + bias in MLX's packing: packed [out, in*bits/32] uint32, scales and biases
         [out, in/group_size], both float32, float16, or uint16 holding bf16; bits 4 or 8, group 32, 64 or 128."""
         if bits not in (4, 8) or group_size not in (32, 64, 128):
-            raise UsageError(f"{bits} bits in groups of {group_size}; expected 4 or 8 bits, groups of 32, 64 or 128")
+            raise UsageError(
+                f"{bits} bits in groups of {group_size}; expected 4 or 8 bits, groups of 32, 64 or 128"
+            )
         if packed.dtype != np.uint32 or packed.ndim != 2:
             raise UsageError(f"packed is {packed.dtype}{packed.shape}; expected uint32 [out, in*{bits}/32]")
         shape = packed.shape[0], packed.shape[1] * 32 // bits
@@ -129,7 +131,9 @@ def stack_experts(experts: Sequence[Any], latent: int) -> NDArray:
         records[number] = [matrix.record[0] for matrix in _matrices(expert)]
     for field in ("rows", "cols", "format", "group", "scale_type"):
         if (records[field] != records[field][0]).any():
-            raise UsageError(f"experts of one call differ in {field}; expected the shapes and formats of expert 0")
+            raise UsageError(
+                f"experts of one call differ in {field}; expected the shapes and formats of expert 0"
+            )
     return records
 
 
@@ -150,11 +154,11 @@ def _record(
     group: int,
     scale_type: int,
 ) -> NDArray:
-    for array in (weight, scale, bias):
-        if array is not None and array.size and array.strides[1] != array.itemsize:
-            raise UsageError(f"rows of an array {array.shape} are not contiguous (strides {array.strides})")
     if 0 in shape:
-        raise UsageError(f"a matrix {shape} is empty")
+        raise UsageError(f"a matrix {shape} is empty; expected at least one row and column")
+    for array in (weight, scale, bias):
+        if array is not None and array.shape[1] > 1 and array.strides[1] != array.itemsize:
+            raise UsageError(f"rows of an array {array.shape} are not contiguous (strides {array.strides})")
     record = np.zeros(1, RECORD)
     record["weight"], record["row_bytes"] = weight.__array_interface__["data"][0], weight.strides[0]
     if scale is not None:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checkpoint import mxfp4
-from ..reference.moe import mix_experts
+from k3mlx.checkpoint import mxfp4
+from k3mlx.reference.moe import mix_experts
+
 from .cpu import CpuKernels
 from .cpu_matrix import Matrix
 
@@ -105,7 +106,7 @@ def _experts_error(kernels: CpuKernels, rng: np.random.Generator) -> float:
     got = kernels.experts_mix(
         x, experts, [tokens for tokens, _ in rows], [weights[pair] for pair in rows], 4.0, 25.0
     )
-    wide = [tuple(mxfp4.decode(*e[i : i + 2], np.float64) for i in (0, 2, 4)) for e in experts]
+    wide = [tuple(mxfp4.decode(e[i], e[i + 1], np.float64) for i in (0, 2, 4)) for e in experts]
     expected = mix_experts(
         x.astype(np.float64), ids, weights, lambda chosen: [(int(i), wide[i]) for i in chosen], 4.0, 25.0
     )
