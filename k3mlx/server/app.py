@@ -112,9 +112,8 @@ class _Api:
         return PlainTextResponse(metrics.text(self.worker), media_type="text/plain; version=0.0.4")
 
     async def page(self, request: Request) -> Response:
-        policy = (
-            "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-        )
+        sources = ("default-src 'none'", "connect-src 'self'", "img-src data:")
+        policy = "; ".join((*sources, "script-src 'unsafe-inline'", "style-src 'unsafe-inline'"))
         return Response(
             PAGE.read_bytes(), media_type="text/html", headers={"content-security-policy": policy}
         )

@@ -35,8 +35,8 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def serve(worker: Worker, settings: Settings, bound: socket.socket) -> None:
-    """Serve until a signal comes, or the worker fails and asks `Server.should_exit`."""
+def make_server(worker: Worker, settings: Settings) -> uvicorn.Server:
+    """The server for a worker; `should_exit` ends it."""
     config = uvicorn.Config(
         make_app(worker, settings),
         http=DeadlineProtocol,
@@ -48,9 +48,13 @@ def serve(worker: Worker, settings: Settings, bound: socket.socket) -> None:
         timeout_keep_alive=15,
         timeout_graceful_shutdown=FINISH_SECONDS,
     )
-    server = _Server(config, worker)
+    return _Server(config, worker)
+
+
+def serve(worker: Worker, settings: Settings, bound: socket.socket) -> None:
+    """Load and serve until a signal comes, or until loading has failed."""
     worker.start()
-    server.run(sockets=[bound])
+    make_server(worker, settings).run(sockets=[bound])
     worker.stop()
     worker.join(STOP_SECONDS)
     if worker.is_alive():  # inside one layer: nothing is lost by leaving now
