@@ -14,11 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3mlx.checkpoint import mxfp4
 from k3mlx.kernels import cpu_build
 from k3mlx.kernels.cpu_matrix import Matrix
-from k3mlx.kernels.cpu_verify import random_mxfp4, relative_error
-from k3mlx.reference.moe import mix_experts
+from k3mlx.kernels.cpu_verify import relative_error
 
 from .test_cpu_experts import Case
 from .test_cpu_matmul import FORMATS, make
