@@ -18,6 +18,7 @@ from k3mlx.errors import ModelFilesError
 from . import mxfp4, names
 from .census import Census, take_census
 from .files import FilePool
+from .quantized import QuantizedInfo
 from .safetensors import NUMPY_DTYPES, FileStamp, TensorInfo
 
 _CHUNK = 1 << 20  # numbers widened at a time
@@ -41,8 +42,12 @@ class Checkpoint:
     """The tensors of a complete Kimi K3 text model on disk. Any number of threads may read at once.
 
     Names come without the prefix `language_model.`. `mxfp4` says how the routed experts are stored, `notes`
-    what was left aside (vision tensors, for instance), `stamps` what each file looked like.
+    what was left aside (vision tensors, for instance), `stamps` what each file looked like. `quantized` are
+    matrices stored as MLX's codes and `affine_experts` says so of the experts: neither occurs in a release.
     """
+
+    quantized: Mapping[str, QuantizedInfo] = MappingProxyType({})
+    affine_experts = False
 
     def __init__(self, folder: Path, config: ModelConfig, census: Census) -> None:
         self.folder = folder

@@ -28,7 +28,7 @@ from k3mlx.watchdog import Watchdog, save_ids
 from .model import MlxModel
 from .moe import ExpertStreams
 from .owner import OWNER, Call
-from .room import PARTS, EndOfRun, Room, log
+from .room import EndOfRun, Room, log
 from .slots import MlxSlots
 from .state import State
 from .weights import Loader
@@ -67,7 +67,7 @@ class MlxBackend:
         self.store = ExpertStore(checkpoint, expert_cache, streaming, MlxSlots())
         threads = threads or default_threads()
         self.watchdog = Watchdog()
-        self._mxfp4 = checkpoint.mxfp4
+        self._expert_format = _expert_format(checkpoint)
 
         def build(call: Call) -> tuple[Room, MlxModel]:
             mx.set_cache_limit(CACHE_BYTES)
@@ -108,6 +108,9 @@ class MlxBackend:
 
     def parts_report(self) -> list[dict[str, Any]]:
         return self.room.report(self._formats())
+
+    def dense_report(self) -> dict[str, Any]:
+        return {"bytes_read": 0, "read_seconds": 0.0, "wait_seconds": 0.0}  # every layer stays in memory
 
     def runtime_report(self) -> dict[str, Any]:
         """Versions, whether products may use 10-bit mantissas, MLX's own memory; `device` of the reports is
@@ -173,8 +176,7 @@ class MlxBackend:
         """Weight formats of the parts that this model has."""
         config = self.config
         layers = range(config.num_hidden_layers)
-        formats = dict.fromkeys(PARTS, self.dtype)
-        formats["experts"] = "mxfp4" if self._mxfp4 else "as stored"
+        formats = self.model.formats() | {"experts": self._expert_format}
         absent = set()
         if "kda" not in config.layer_kinds:
             absent.add("kda")
@@ -185,6 +187,17 @@ class MlxBackend:
         if not any(map(config.is_moe, layers)):
             absent |= {"router", "experts", "shared_experts"}
         return {part: form for part, form in formats.items() if part not in absent}
+
+
+def _expert_format(checkpoint: Checkpoint) -> str:
+    config = checkpoint.config
+    layer = next(filter(config.is_moe, range(config.num_hidden_layers)), None)
+    if checkpoint.mxfp4 or layer is None:
+        return "mxfp4"
+    if checkpoint.affine_experts:
+        return "affine"
+    stored = checkpoint.expert_tensors(layer, 0)["w1.weight"].dtype
+    return {"BF16": "bfloat16", "F16": "float16"}.get(stored, "float32")
 
 
 def _kernels(device: str, wanted: bool) -> Kernels:

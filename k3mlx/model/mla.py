@@ -11,30 +11,89 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from .state import LatentCache
+
 SCORE_ELEMENTS = 1 << 24  # scores held at once
 BLOCK_MAX = 1 << 15  # cached tokens widened to float32 at once
 BLOCK_MIN = 64
 
 
+class Span:
+    """The tokens that T new ones attend to: a cache whose buffer has empty rows behind it, and themselves.
+
+    The rows are seen at the buffer's own length, so that array sizes stay the same from token to token.
+    """
+
+    def __init__(self, cache: LatentCache, tokens: int) -> None:
+        self.length = cache.length
+        self.room = cache.room() if cache.length else 0
+        self.tokens = tokens
+        self._masks: dict[tuple[int, int], mx.array | None] = {}
+
+    @property
+    def total(self) -> int:
+        """Rows of the buffer and new rows."""
+        return self.room + self.tokens
+
+    def blocks(self, heads: int) -> list[tuple[int, int]]:
+        """Ranges of rows whose scores fit: the whole of it for one query and a cache of ordinary length."""
+        step = min(BLOCK_MAX, max(BLOCK_MIN, SCORE_ELEMENTS // (heads * self.tokens)))
+        return [(start, min(start + step, self.total)) for start in range(0, self.total, step)]
+
+    def hidden(self, start: int, stop: int) -> mx.array | None:
+        """[T, stop - start]: True where a row is empty or comes after the query; None if all are seen."""
+        if (start, stop) not in self._masks:
+            mask = None
+            if stop > self.length and (self.room > self.length or self.tokens > 1):
+                columns = mx.arange(start, stop)
+                empty = (columns >= self.length) & (columns < self.room)
+                mask = empty | (columns - self.room > mx.arange(self.tokens)[:, None])
+            self._masks[start, stop] = mask
+        return self._masks[start, stop]
+
+    def rows(self, cached: mx.array, new: mx.array, start: int, stop: int) -> mx.array:
+        """Rows start to stop of the buffer with the new rows behind it."""
+        if start >= self.room:
+            return new[start - self.room : stop - self.room]
+        if stop <= self.room:
+            return cached[start:stop]
+        return mx.concatenate([cached[start : self.room], new[: stop - self.room]])
+
+
 def attend(
-    q_nope: mx.array, q_ext: mx.array, cached: mx.array, new: mx.array, U: mx.array, O: mx.array, scale: float
+    q_nope: mx.array,
+    q_ext: mx.array,
+    cached: mx.array,
+    new: mx.array,
+    U: mx.array,
+    O: mx.array,
+    scale: float,
+    span: Span,
 ) -> mx.array:
     """Causal attention of T new tokens over S0 cached ones and themselves, in the cheaper form.
 
-    q_nope [T, H, n]; q_ext [T, H, e]; cached [S0, r+e] and new [T, r+e], latent then extra part of each token;
-    U [H, n, r]; O [H, m, r]; scale multiplies the scores. Returns [T, H, m] in the dtype of q_nope.
+    q_nope [T, H, n]; q_ext [T, H, e]; cached [S, r+e] the cache's buffer and new [T, r+e], latent then extra part
+    of each token; U [H, n, r]; O [H, m, r]; scale multiplies the scores; span says which rows there are.
+    Returns [T, H, m] in the dtype of q_nope.
     """
     tokens, _, n = q_nope.shape
     m, r = O.shape[1:]
-    e, total = q_ext.shape[-1], cached.shape[0] + tokens
+    e, total = q_ext.shape[-1], span.length + tokens
     expanded = tokens * total * (n + e + m) + total * r * (n + m)
     absorbed = tokens * total * (r + e + r) + tokens * r * (n + m)
     form = attend_absorbed if absorbed <= expanded else attend_expanded
-    return form(q_nope, q_ext, cached, new, U, O, scale)
+    return form(q_nope, q_ext, cached, new, U, O, scale, span)
 
 
 def attend_absorbed(
-    q_nope: mx.array, q_ext: mx.array, cached: mx.array, new: mx.array, U: mx.array, O: mx.array, scale: float
+    q_nope: mx.array,
+    q_ext: mx.array,
+    cached: mx.array,
+    new: mx.array,
+    U: mx.array,
+    O: mx.array,
+    scale: float,
+    span: Span,
 ) -> mx.array:
     """`attend` as multi-query attention in the latent space: keys are never expanded."""
     tokens, heads, _ = q_nope.shape
@@ -46,13 +105,20 @@ def attend_absorbed(
     def block(rows: mx.array) -> tuple[mx.array, mx.array]:
         return rows, rows[:, :rank]
 
-    mixed = _softmax_over_blocks(q, cached, new, heads, block)  # [H*T, r]
+    mixed = _softmax_over_blocks(q, cached, new, heads, block, span)  # [H*T, r]
     mixed = mixed.reshape(heads, tokens, rank).astype(q_nope.dtype)
     return (mixed @ O.swapaxes(1, 2)).swapaxes(0, 1)
 
 
 def attend_expanded(
-    q_nope: mx.array, q_ext: mx.array, cached: mx.array, new: mx.array, U: mx.array, O: mx.array, scale: float
+    q_nope: mx.array,
+    q_ext: mx.array,
+    cached: mx.array,
+    new: mx.array,
+    U: mx.array,
+    O: mx.array,
+    scale: float,
+    span: Span,
 ) -> mx.array:
     """`attend` with per-head keys and values of one block of tokens at a time."""
     heads, rank = U.shape[0], U.shape[-1]
@@ -64,7 +130,7 @@ def attend_expanded(
         shared = mx.broadcast_to(ext, (heads, *ext.shape))
         return mx.concatenate([latent @ key_map, shared], axis=-1), latent @ value_map
 
-    return _softmax_over_blocks(q, cached, new, heads, block).swapaxes(0, 1).astype(q_nope.dtype)
+    return _softmax_over_blocks(q, cached, new, heads, block, span).swapaxes(0, 1).astype(q_nope.dtype)
 
 
 def _softmax_over_blocks(
@@ -73,21 +139,21 @@ def _softmax_over_blocks(
     new: mx.array,
     heads: int,
     block: Callable[[mx.array], tuple[mx.array, mx.array]],
+    span: Span,
 ) -> mx.array:
     """Softmax attention with a running maximum over blocks of tokens, so the scores never exist whole.
 
     q [H, T, w] or [H*T, w], scaled, float32; `block` makes keys [.., S', w] and values [.., S', m] of float32
     rows. The first block holds token 0, which every query sees, so no running maximum is ever -inf.
     """
-    before, tokens = cached.shape[0], new.shape[0]
     past: tuple[mx.array, mx.array, mx.array] | None = None  # sum, its weight, its peak
-    for start, stop in _blocks(before, tokens, heads):
-        keys, values = block(_rows(cached, new, start, stop).astype(mx.float32))
+    for start, stop in span.blocks(heads):
+        keys, values = block(span.rows(cached, new, start, stop).astype(mx.float32))
         scores = q @ keys.swapaxes(-1, -2)
-        if tokens > 1 and stop > before:
-            future = mx.arange(start, stop) > before + mx.arange(tokens)[:, None]  # [T, S']
+        hidden = span.hidden(start, stop)
+        if hidden is not None:
             shape = scores.shape
-            scores = mx.where(future, -mx.inf, scores.reshape(heads, tokens, -1)).reshape(shape)
+            scores = mx.where(hidden, -mx.inf, scores.reshape(heads, span.tokens, -1)).reshape(shape)
         peak = scores.max(axis=-1, keepdims=True)
         if past is not None:
             peak = mx.maximum(past[2], peak)
@@ -99,19 +165,3 @@ def _softmax_over_blocks(
         past = mixed, weight, peak
     assert past is not None
     return past[0] / past[1]
-
-
-def _blocks(before: int, tokens: int, heads: int) -> list[tuple[int, int]]:
-    """Ranges of tokens whose scores fit: the whole of it for one query and a cache of ordinary length."""
-    step = min(BLOCK_MAX, max(BLOCK_MIN, SCORE_ELEMENTS // (heads * tokens)))
-    return [(start, min(start + step, before + tokens)) for start in range(0, before + tokens, step)]
-
-
-def _rows(cached: mx.array, new: mx.array, start: int, stop: int) -> mx.array:
-    """Rows start to stop of the cache with the new rows behind it."""
-    before = cached.shape[0]
-    if start >= before:
-        return new[start - before : stop - before]
-    if stop <= before:
-        return cached[start:stop]
-    return mx.concatenate([cached[start:], new[: stop - before]])

@@ -8,6 +8,7 @@ run on while the routed ones compute. Source: model specification §2; numerics 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,9 +22,9 @@ from k3mlx.reference.model import Hooks
 from k3mlx.reference.ops import no_probe
 
 from .kda import kda
-from .mla import attend
+from .mla import Span, attend
 from .moe import keeps_apart
-from .ops import Matrix, Probe, Weights, linear, rms_norm, situ_mlp
+from .ops import Matrix, Probe, Quantized, Weights, linear, rms_norm, rows, situ_mlp
 from .room import Room
 from .slots import ExpertBytes
 from .state import KdaState, LatentCache, State, Update
@@ -56,9 +57,12 @@ class MlxModel:
         """Run T tokens after `state`: (logits [V], or [T, V] with all_logits, float32; updates to commit)."""
         config, room = self.config, self.room
         probe = None if hooks.probe is no_probe else _host_probe(hooks.probe)
-        partial = self.outer["model.embed_tokens"][mx.array(np.asarray(ids, np.int32))]  # [T, D]
+        partial = rows(
+            self.outer["model.embed_tokens"], mx.array(np.asarray(ids, np.int32)), self.dtype
+        )  # [T, D]
         blocks: mx.array | None = None  # [N, T, D]
         updates: list[Update] = []
+        self._span: Span | None = None  # the same for every MLA layer of this step
         for layer, weights in enumerate(self.layers):
             hooks.before_layer(layer)
             here = _prefixed(probe, f"layers.{layer}.")
@@ -88,8 +92,29 @@ class MlxModel:
             "the head", [logits, tail], self._deadline(len(ids), config.vocab_size * config.hidden_size)
         )
         hooks.clock.enter("other")
-        rows = np.array(logits)
-        return (rows if all_logits else rows[0]), updates
+        host = np.array(logits)
+        return (host if all_logits else host[0]), updates
+
+    def formats(self) -> dict[str, str]:
+        """How the matrices of each part are kept, in the order of the report (the experts' place is empty)."""
+        kinds, layers = self.config.layer_kinds, self.layers
+        found: dict[str, list[Any]] = {
+            "kda": [
+                w for n, layer in enumerate(layers) if kinds[n] == "kda" for w in layer.attention.values()
+            ],
+            "mla": [
+                w for n, layer in enumerate(layers) if kinds[n] == "mla" for w in layer.attention.values()
+            ],
+            "attn_res_mix": [layer.norms["mlp_res_proj"] for layer in layers],
+            "dense_mlp": [
+                w for n, layer in enumerate(layers) if not self.config.is_moe(n) for w in layer.ffn.values()
+            ],
+            "router": [layer.ffn["gate"] for layer in layers if "gate" in layer.ffn],
+            "experts": [],
+            "shared_experts": [w for layer in layers for name, w in layer.ffn.items() if "shared" in name],
+            "head": [self.outer["lm_head"]],
+        }
+        return {part: ", ".join(dict.fromkeys(map(_format, weights))) for part, weights in found.items()}
 
     def _attention(
         self, x: mx.array, layer: int, w: Weights, state: State, probe: Probe | None
@@ -112,7 +137,18 @@ class MlxModel:
         kv = linear(x, w["kv_a_proj_with_mqa"])  # [T, r+e]
         latent = rms_norm(kv[:, :rank], w["kv_a_layernorm"], config.mla_norm_eps)
         new = mx.concatenate([latent, kv[:, rank:]], axis=1)
-        o = attend(q[..., :nope], q[..., nope:], old.rows(), new, w["U"], w["O"], config.qk_head_dim**-0.5)
+        if self._span is None:
+            self._span = Span(old, x.shape[0])
+        o = attend(
+            q[..., :nope],
+            q[..., nope:],
+            old.buffer.rows,
+            new,
+            w["U"],
+            w["O"],
+            config.qk_head_dim**-0.5,
+            self._span,
+        )
         gate = mx.sigmoid(linear(x, w["g_proj"]).astype(mx.float32))
         y = (o.reshape(x.shape[0], -1) * gate).astype(x.dtype)
         _show(probe, ("q_latent", q_latent), ("q", q), ("cache", new), ("heads", o), ("gated", y))
@@ -152,10 +188,7 @@ class MlxModel:
         """
         config, room = self.config, self.room
         room.enter("router")
-        ids, scores, flags = room.kernels.route_topk(
-            x, w["gate"], w["gate.e_score_correction_bias"],
-            config.num_experts_per_token, config.routed_scaling_factor,
-        )  # fmt: skip
+        ids, scores, flags = self._route(x, w)
         latent = linear(x, w["routed_expert_down_proj"])
         wide = latent.astype(mx.float32)
         weights_read = sum(array.size for array in (*w.values(), *self.layers[layer].attention.values()))
@@ -178,6 +211,15 @@ class MlxModel:
         stages = (("latent", latent), ("mixed", mixed), ("norm", routed), ("up", up), ("shared", shared))
         _show(_prefixed(probe, "moe."), ("ids", ids), ("weights", scores), *stages)
         return up + shared
+
+    def _route(self, x: mx.array, w: Weights) -> tuple[mx.array, mx.array, mx.array]:
+        """ids [T, k], weights [T, k] and flags [T] of the chosen experts; logits in float32."""
+        config, gate, bias = self.config, w["gate"], w["gate.e_score_correction_bias"]
+        count, scaling = config.num_experts_per_token, config.routed_scaling_factor
+        if isinstance(gate, Quantized):
+            logits = linear(x.astype(mx.float32), gate).astype(mx.float32)
+            return self.room.kernels.select_topk(logits, bias, count, scaling)
+        return self.room.kernels.route_topk(x, gate, bias, count, scaling)
 
     def _routed(
         self, latent: mx.array, layer: int, ids: np.ndarray, weights: np.ndarray, request: Request
@@ -224,10 +266,14 @@ class MlxModel:
 def head(y: mx.array, w: Matrix) -> mx.array:
     """Logits [T, V] in float32 of y [T, D]; bf16 rows of w are widened a block at a time, never as a whole."""
     if not isinstance(w, mx.array) or w.dtype == mx.float32:
-        return linear(y.astype(mx.float32), w)
+        return linear(y.astype(mx.float32), w).astype(mx.float32)
     y = y.astype(mx.float32)
-    rows = range(0, w.shape[0], HEAD_ROWS)
-    return mx.concatenate([y @ w[i : i + HEAD_ROWS].astype(mx.float32).T for i in rows], axis=1)
+    starts = range(0, w.shape[0], HEAD_ROWS)
+    return mx.concatenate([y @ w[i : i + HEAD_ROWS].astype(mx.float32).T for i in starts], axis=1)
+
+
+def _format(w: Any) -> str:
+    return w.format() if isinstance(w, Quantized) else str(w.dtype).removeprefix("mlx.core.")
 
 
 def _arrays(update: Update, *more: mx.array) -> list[mx.array]:

@@ -101,4 +101,10 @@ def _add(
 
 
 def _operand(w: Any, dtype: mx.Dtype) -> Any:
-    return w if isinstance(w, Quantized) else w.astype(dtype)
+    if not isinstance(w, Quantized):
+        return w.astype(dtype)
+    if w.biases is None:
+        return w
+    return w._replace(
+        scales=w.scales.astype(dtype), biases=w.biases.astype(dtype)
+    )  # MLX computes in their dtype

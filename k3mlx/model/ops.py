@@ -26,6 +26,10 @@ class Quantized(NamedTuple):
     mode: str
 
     @property
+    def size(self) -> int:
+        return self.codes.size * 32 // self.bits
+
+    @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes + (0 if self.biases is None else self.biases.nbytes)
 
@@ -44,6 +48,16 @@ def linear(x: mx.array, w: Matrix, transpose: bool = True) -> mx.array:
             x, w.codes, w.scales, w.biases, transpose=transpose, group_size=w.group_size, bits=w.bits, mode=w.mode
         )  # fmt: skip
     return x @ (w.swapaxes(-1, -2) if transpose else w)
+
+
+def rows(w: Matrix, ids: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Rows ids [T] of a matrix [V, D] -> [T, D] of `dtype`."""
+    if not isinstance(w, Quantized):
+        return w[ids]
+    biases = None if w.biases is None else w.biases[ids]
+    return mx.dequantize(
+        w.codes[ids], w.scales[ids], biases, group_size=w.group_size, bits=w.bits, mode=w.mode, dtype=dtype
+    )  # fmt: skip
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:

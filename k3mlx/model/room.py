@@ -24,7 +24,6 @@ from .moe import ExpertStreams
 log = logging.getLogger("k3mlx")
 
 STEMS = {"kda": ("kda_step", "kda_prefill"), "attn_res_mix": ("attn_res_mix",), "router": ("route_topk",)}
-PARTS = ("kda", "mla", "attn_res_mix", "dense_mlp", "router", "experts", "shared_experts", "head")
 _EXECUTION = re.compile(
     r"Command buffer execution|CUDA error|cuda[A-Z]\w+\(|illegal memory|launch failure", re.I
 )

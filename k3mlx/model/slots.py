@@ -56,12 +56,27 @@ class ExpertBytes:
 
 
 def _matrix(held: Held, name: str) -> Any:
+    if f"{name}.codes" in held.parts:
+        return _affine(held, name)
     if f"{name}.weight_packed" in held.parts:
         codes = _array(held, f"{name}.weight_packed", mx.uint32)
         return Quantized(codes, _array(held, f"{name}.weight_scale", mx.uint8), None, 4, 32, "mxfp4")
-    stored = held.parts[f"{name}.weight"].dtype
-    dtypes = {"uint16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-    return _array(held, f"{name}.weight", dtypes[str(stored)])
+    return _array(held, f"{name}.weight", _float(held, f"{name}.weight"))
+
+
+def _affine(held: Held, name: str) -> Quantized:
+    codes = _array(held, f"{name}.codes", mx.uint32)
+    scales, biases = (_array(held, f"{name}.{p}", _float(held, f"{name}.{p}")) for p in ("scales", "biases"))
+    columns = held.parts[f"{'w3' if name == 'w2' else 'w2'}.codes"].shape[
+        0
+    ]  # each is as wide as the other is high
+    return Quantized(
+        codes, scales, biases, 32 * codes.shape[1] // columns, columns // scales.shape[1], "affine"
+    )
+
+
+def _float(held: Held, name: str) -> mx.Dtype:
+    return {"uint16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}[str(held.parts[name].dtype)]
 
 
 def _array(held: Held, name: str, dtype: mx.Dtype) -> mx.array:

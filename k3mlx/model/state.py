@@ -62,16 +62,25 @@ class LatentCache:
         """[length, r+e]; shares the buffer's memory."""
         return self.buffer.rows[: self.length]
 
+    def room(self) -> int:
+        """Rows of the buffer from its start that contain those of this cache, a multiple of GROWTH."""
+        return min(round_up(self.length), self.buffer.rows.shape[0])
+
     def append(self, new: mx.array) -> LatentCache:
         """A cache with evaluated rows `new` [T, r+e] behind; nothing is written before it is evaluated."""
         buffer, length = self.buffer, self.length + new.shape[0]
         if buffer.used != self.length or length > buffer.rows.shape[0]:
-            capacity = (length + length // 8 + GROWTH - 1) // GROWTH * GROWTH
+            capacity = round_up(length + length // 8)
             space = mx.zeros((capacity - length, new.shape[1]), new.dtype)
             buffer = _Rows(mx.concatenate([self.rows(), new, space]), length)
         else:
             buffer.write(self.length, new)
         return LatentCache(buffer, length)
+
+
+def round_up(rows: int) -> int:
+    """The next multiple of GROWTH."""
+    return -(-rows // GROWTH) * GROWTH
 
 
 LayerState = KdaState | LatentCache
@@ -108,7 +117,10 @@ class State:
             else:
                 assert isinstance(update, KdaState)
                 layers.append(update)
-        mx.eval([layer.buffer.rows for layer in layers if isinstance(layer, LatentCache)])
+        caches = [layer for layer in layers if isinstance(layer, LatentCache)]
+        mx.eval([cache.buffer.rows for cache in caches])
+        if any(round_up(cache.length) > round_up(self.length) for cache in caches):
+            mx.clear_cache()  # what is kept for reuse has sizes that do not come again
         return State(tuple(layers), self.length + tokens)
 
     @property

@@ -14,14 +14,15 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from k3mlx.checkpoint.mlx_lm import MlxLmCheckpoint
 from k3mlx.checkpoint.names import dense_specs, layer_prefix, layer_specs
+from k3mlx.checkpoint.quantized import QuantizedInfo
 from k3mlx.checkpoint.snapshot import Checkpoint
 
-from .ops import Weights
+from .ops import Matrix, Quantized, Weights
 
 # parameters that stay float32 whatever the activations are (model specification §3.3, D7)
 KEPT_FLOAT32 = ("_conv1d.weight", ".A_log", ".dt_bias", ".o_norm.weight", ".e_score_correction_bias")
-_STORED = {mx.bfloat16: "BF16", mx.float32: "F32"}
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,35 @@ class Loader:
             attention |= self._latent_maps(f"{prefix}self_attn.kv_b_proj.weight")
         return LayerWeights(groups["norms"], attention, groups["mlp"] or groups["block_sparse_moe"])
 
-    def tensor(self, name: str) -> mx.array:
-        """One tensor as an evaluated array; a mixing query as [D], `A_log` cut to its heads [H]."""
+    def tensor(self, name: str) -> Matrix:
+        """One tensor as an evaluated array; a mixing query as [D], `A_log` cut to its heads [H].
+
+        A matrix stored as codes stays so.
+        """
+        quantized = self.checkpoint.quantized.get(name)
+        if quantized is not None:
+            return self._codes(quantized)
         if name.endswith(".A_log"):
             return self._array(self.checkpoint.load(name, np.float32).shape, self._filler(name), name)
         info = self.checkpoint.tensors[name]
         shape = info.shape[1:] if name.endswith("_res_proj.weight") else info.shape
         return self._array(shape, self._filler(name), name)
+
+    def _codes(self, info: QuantizedInfo) -> Quantized:
+        assert isinstance(self.checkpoint, MlxLmCheckpoint)
+        """A quantised matrix; affine scales and biases take the activation dtype, as MLX computes in theirs."""
+        codes, scales, biases = self.checkpoint.raw_parts(info)
+
+        def as_activation(stored: NDArray) -> mx.array:
+            array = _from_host(stored)
+            return array if stored.dtype == np.uint8 else array.astype(self.dtype)
+
+        made = Quantized(
+            _from_host(codes), as_activation(scales), None if biases is None else as_activation(biases),
+            info.bits, info.group_size, info.mode,
+        )  # fmt: skip
+        mx.eval([part for part in made[:3] if part is not None])
+        return made
 
     def _taps(self, prefix: str) -> mx.array:
         names = [f"{prefix}self_attn.{stream}_conv1d.weight" for stream in "qkv"]
@@ -121,7 +144,7 @@ class Loader:
         if not self.in_place:
             host = np.empty(shape, np.uint16 if dtype == mx.bfloat16 else np.float32)
             fill(host)
-            array = mx.array(host).view(dtype) if dtype == mx.bfloat16 else mx.array(host)
+            array = _from_host(host)
             mx.eval(array)
             return array
         array = mx.zeros(shape, dtype)
@@ -144,6 +167,12 @@ def _convert(stored: NDArray, out: NDArray) -> None:
         bits = stored.astype(np.float32).view(np.uint32)
         # to nearest, ties to even: half of the last kept place, less one unless that place is odd
         out[...] = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+
+
+def _from_host(stored: NDArray) -> mx.array:
+    """An array of its own from stored bits (BF16 as uint16)."""
+    array = mx.array(stored)
+    return array.view(mx.bfloat16) if stored.dtype == np.uint16 else array
 
 
 def _key(name: str) -> str:
