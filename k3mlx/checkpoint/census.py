@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from k3mlx.errors import ModelFilesError
 
 from . import names
+from .findings import LINES_MAX, Findings
 from .layout import Layout, check_link, find_layout
 from .safetensors import ITEMSIZES, FileStamp, Header, TensorInfo, read_header
 from .untrusted import FileMissingError, shown
@@ -22,9 +23,9 @@ from .untrusted import FileMissingError, shown
 if TYPE_CHECKING:
     from k3mlx.config import ModelConfig
 
-LINES_MAX = 10
-
-_EXPERT = re.compile(r"model\.layers\.([0-9]+)\.block_sparse_moe\.experts\.([0-9]+)\.(.+)")
+_EXPERT = re.compile(
+    r"model\.layers\.(0|[1-9][0-9]{0,8})\.block_sparse_moe\.experts\.(0|[1-9][0-9]{0,8})\.(.+)"
+)
 
 
 class Census(NamedTuple):
@@ -46,8 +47,8 @@ def take_census(folder: Path, config: "ModelConfig") -> Census:
     with _collector_paused():
         count = _Count(find_layout(folder), config)
         count.read_shards()
-    if count.findings or count.tensor_findings:
-        raise ModelFilesError(census_text(count.findings + count.tensor_findings))
+    count.findings.extend(count.tensor_findings)
+    count.findings.raise_if_any()
     skipped = [f"{number} tensors skipped: {why}" for why, number in sorted(count.skipped.items())]
     return Census(count.tensors, count.stamps, count.expected.mxfp4, (*count.notes, *skipped))
 
@@ -64,12 +65,6 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def census_text(findings: list[str]) -> str:
-    """The findings as the text of one error: ten lines, then how many more there are."""
-    more = [f"and {len(findings) - LINES_MAX} more"] if len(findings) > LINES_MAX else []
-    return "\n".join(findings[:LINES_MAX] + more)
-
-
 class _Expected:
     """The tensors a configuration calls for, found by name without listing half a million of them."""
 
@@ -78,16 +73,17 @@ class _Expected:
         self._config = config
         self._dense = {spec.name: spec for spec in names.dense_specs(config)}
         self._parts = names.expert_parts(config, mxfp4)
-        self._layers = {str(n) for n in range(config.num_hidden_layers) if config.is_moe(n)}
-        self._experts = {str(n) for n in range(config.num_experts)}
-        self.count = len(self._dense) + len(self._layers) * len(self._experts) * len(self._parts)
+        self._moe = [config.is_moe(layer) for layer in range(config.num_hidden_layers)]
+        self.count = len(self._dense) + sum(self._moe) * config.num_experts * len(self._parts)
 
     def find(self, name: str) -> names.TensorSpec | None:
         spec = self._dense.get(name)
         if spec is None:
             match = _EXPERT.fullmatch(name)
-            if match and match[1] in self._layers and match[2] in self._experts:
-                return self._parts.get(match[3])
+            if match:
+                layer, expert = int(match[1]), int(match[2])
+                if layer < len(self._moe) and self._moe[layer] and expert < self._config.num_experts:
+                    return self._parts.get(match[3])
         return spec
 
 
@@ -95,8 +91,8 @@ class _Count:
     """The state of one census: findings about files, findings about tensors, and what is in order."""
 
     def __init__(self, layout: Layout, config: "ModelConfig") -> None:
-        self.findings: list[str] = []
-        self.tensor_findings: list[str] = []
+        self.findings = Findings()
+        self.tensor_findings = Findings()
         self.notes: list[str] = []
         self.tensors: dict[str, TensorInfo] = {}
         self.stamps: dict[Path, FileStamp] = {}
@@ -136,7 +132,7 @@ class _Count:
             self._missing.append(shard)
             return None
         except ModelFilesError as error:
-            self.findings += str(error).splitlines()
+            self.findings.add(str(error))
             self._damaged.add(shard)
             return None
         self._rejected |= {names.strip_prefix(name) for name in header.rejected}
@@ -175,7 +171,7 @@ class _Count:
         self.tensors[name] = TensorInfo(name, *info[1:])
 
     def _tell(self, info: TensorInfo, what: str) -> None:
-        self.tensor_findings.append(f"{info.path}: tensor {shown(info.name)} {what}")
+        self.tensor_findings.add(f"{info.path}: tensor {shown(info.name)} {what}")
 
     def _report_missing_shards(self) -> None:
         """One finding each, with its bytes: exact where the index's total tells, else from the shapes."""
@@ -190,15 +186,15 @@ class _Count:
                 sizes[shard] += math.prod(spec.shape) * ITEMSIZES[spec.dtypes[0]] if spec else 0
                 needed[shard] |= names.skip_reason(name, self._config.num_hidden_layers) is None
         total = self._layout.total_size
-        left = total - self._present_bytes if total is not None and not self._damaged else None
-        if left is not None and len(sizes) == 1:
+        left = 0 if total is None or self._damaged else total - self._present_bytes
+        if left > 0 and len(sizes) == 1:
             sizes = dict.fromkeys(sizes, left)
         about = "" if left == sum(sizes.values()) else "about "
         strays = self._strays()
         for shard, size in sizes.items():
             path = self._layout.shards[shard]
             if needed[shard]:
-                self.findings.append(f"{path}: shard missing, {about}{size} bytes{strays}")
+                self.findings.add(f"{path}: shard missing, {about}{size} bytes{strays}")
                 strays = ""
             else:
                 self.notes.append(f"{shard} is absent; the text model needs nothing of it")
@@ -218,24 +214,30 @@ class _Count:
                 self._tell(info, f"is here, but the index says {self._layout.weight_map[info.name]}")
                 self._rejected.add(name)
 
-    def _said(self, name: str) -> str | None:
-        weight_map = self._layout.weight_map
-        return weight_map.get(names.PREFIX + name) or weight_map.get(name)
-
     def _report_missing_tensors(self) -> None:
+        """Tensors in no file; those of shards that could not be read are not told again."""
         if len(self.tensors) == self.expected.count:
             return
         unread = self._damaged.union(self._missing)
-        place = self._layout.index_path or next(iter(self._layout.shards.values()))
+        excused = self._rejected.union(self.tensors)
+        excused |= {
+            names.strip_prefix(name) for name, shard in self._layout.weight_map.items() if shard in unread
+        }
+        missing = self.expected.count - sum(self.expected.find(name) is not None for name in excused)
         for spec in names.tensor_specs(self._config, self.expected.mxfp4):
-            if spec.name in self.tensors or spec.name in self._rejected:
-                continue
-            shard = self._said(spec.name)
-            if shard in unread:
-                continue
-            size = math.prod(spec.shape) * ITEMSIZES[spec.dtypes[0]]
-            where = place if shard is None else self._layout.shards[shard]
-            self.tensor_findings.append(
-                f"{where}: tensor '{spec.name}' is missing, {spec.dtypes[0]} {list(spec.shape)}, {size} bytes"
-                + (" (the index names it here)" if shard else "")
-            )
+            if missing == 0 or len(self.tensor_findings.lines) == LINES_MAX:
+                break
+            if spec.name not in excused:
+                missing -= 1
+                self.tensor_findings.add(self._missing_line(spec))
+        self.tensor_findings.count += missing
+
+    def _missing_line(self, spec: names.TensorSpec) -> str:
+        weight_map = self._layout.weight_map
+        shard = weight_map.get(names.PREFIX + spec.name) or weight_map.get(spec.name)
+        if shard is not None:
+            where, named = self._layout.shards[shard], " (the index names it here)"
+        else:
+            where, named = self._layout.index_path or next(iter(self._layout.shards.values())), ""
+        size = math.prod(spec.shape) * ITEMSIZES[spec.dtypes[0]]
+        return f"{where}: tensor '{spec.name}' is missing, {spec.dtypes[0]} {list(spec.shape)}, {size} bytes{named}"

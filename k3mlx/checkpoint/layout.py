@@ -36,7 +36,6 @@ def find_layout(folder: Path) -> Layout:
         return _read_index(folder, index)
     single = folder / SINGLE_NAME
     if os.path.lexists(single):
-        check_link(folder, single)
         stat_file(single)
         return Layout({SINGLE_NAME: single}, None, {}, None)
     present = len(list(folder.glob("*.safetensors")))
@@ -92,6 +91,7 @@ def _is_plain_name(name: object) -> bool:
     return (
         isinstance(name, str)
         and name.endswith(".safetensors")
+        and len(name) < 256
         and name.isprintable()
         and not any(c in name for c in "/\\:")
         and not name.startswith(".")

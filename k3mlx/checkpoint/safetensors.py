@@ -13,6 +13,7 @@ import numpy as np
 
 from k3mlx.errors import ModelFilesError
 
+from .findings import Findings
 from .untrusted import parse_json, reason, shown, stat_file
 
 HEADER_MAX = 100_000_000  # bytes of JSON; the largest released header has 818,696
@@ -60,13 +61,13 @@ class Header(NamedTuple):
     stamp: FileStamp
 
 
-def read_header(path: str | Path, problems: list[str] | None = None) -> Header:
+def read_header(path: str | Path, findings: Findings | None = None) -> Header:
     """Read and check the header of a safetensors file.
 
     Raises ModelFilesError naming file, got and expected, a line each, for a header that cannot be used, for
     tensors that overlap, leave a gap or do not have the bytes of their shape, and for a file that is shorter
-    or longer than its tensors. With a list `problems` the latter, which leave the header usable, are added to
-    it instead.
+    or longer than its tensors. With `findings` all but the first, which leave the header usable, are added
+    there instead.
     """
     path = Path(path)
     status = stat_file(path)
@@ -75,12 +76,11 @@ def read_header(path: str | Path, problems: list[str] | None = None) -> Header:
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise ModelFilesError(f"{path}: __metadata__ is {shown(metadata)}, expected a JSON object")
-    found: list[str] = [] if problems is None else problems
-    before = len(found)
+    found = Findings() if findings is None else findings
     tensors = _tensors(path, entries, data_start, found)
-    _check_layout(path, tensors, data_start, stamp.size, found)
-    if problems is None and len(found) > before:
-        raise ModelFilesError("\n".join(found[:10]))
+    _check_layout(path, tensors, data_start, stamp.size, len(tensors) == len(entries), found)
+    if findings is None:
+        found.raise_if_any()
     usable = {t.name: t for t in tensors}
     rejected = frozenset(entries.keys() - usable.keys()) if len(usable) < len(entries) else frozenset()
     texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
@@ -112,8 +112,8 @@ def _read_json(path: Path, size: int) -> tuple[dict[str, Any], int]:
     return entries, 8 + length
 
 
-def _tensors(path: Path, entries: dict[str, Any], data_start: int, problems: list[str]) -> list[TensorInfo]:
-    """The usable entries in the order of their data; each unusable one is a problem."""
+def _tensors(path: Path, entries: dict[str, Any], data_start: int, findings: Findings) -> list[TensorInfo]:
+    """The usable entries in the order of their data; each unusable one is a finding."""
     tensors = []
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal shapes share one tuple: there may be 500,000
     for name, entry in entries.items():
@@ -127,11 +127,11 @@ def _tensors(path: Path, entries: dict[str, Any], data_start: int, problems: lis
         except (KeyError, TypeError, ValueError):
             valid = False
         if not valid or type(dims) is not list or len(shape) > _RANK_MAX:
-            problems.append(f"{path}: tensor {shown(name)} {_complaint(entry)}")
+            findings.add(f"{path}: tensor {shown(name)} {_complaint(entry)}")
             continue
         nbytes = math.prod(shape) * itemsize
         if end - start != nbytes:
-            problems.append(
+            findings.add(
                 f"{path}: tensor {shown(name)} has {end - start} bytes,"
                 f" expected {nbytes} for {dtype} {list(shape)}"
             )
@@ -151,25 +151,24 @@ def _complaint(entry: Any) -> str:
 
 
 def _check_layout(
-    path: Path, tensors: list[TensorInfo], data_start: int, size: int, problems: list[str]
+    path: Path, tensors: list[TensorInfo], data_start: int, size: int, complete: bool, findings: Findings
 ) -> None:
-    """Tensors must follow each other from the first data byte to the end of the file."""
+    """Tensors must follow each other from the first data byte to the end of the file, if all are known."""
     end, last = data_start, ""
-    complete = not problems
     for tensor in tensors:
         if tensor.offset < end and tensor.nbytes:
-            problems.append(
+            findings.add(
                 f"{path}: tensor {shown(tensor.name)} overlaps {shown(last)}:"
                 f" starts at byte {tensor.offset}, expected {end}"
             )
         elif tensor.offset > end and complete:
-            problems.append(
+            findings.add(
                 f"{path}: {tensor.offset - end} bytes before tensor {shown(tensor.name)} belong to no tensor"
                 f" (it starts at byte {tensor.offset}, expected {end}; the file has {size})"
             )
         if tensor.offset + tensor.nbytes > end:
             end, last = tensor.offset + tensor.nbytes, tensor.name
     if end > size:
-        problems.append(f"{path}: truncated, {end - size} bytes are missing ({size} present, {end} expected)")
+        findings.add(f"{path}: truncated, {end - size} bytes are missing ({size} present, {end} expected)")
     elif end < size and complete:
-        problems.append(f"{path}: {size - end} bytes after the last tensor ({size} present, {end} expected)")
+        findings.add(f"{path}: {size - end} bytes after the last tensor ({size} present, {end} expected)")

@@ -40,7 +40,7 @@ def to_bf16(values: NDArray[np.floating]) -> NDArray[np.uint16]:
     nan = np.isnan(single)
     if values.dtype == np.float64:  # a sticky last bit, so that rounding twice is rounding once
         larger = np.abs(single) > np.abs(values)
-        bits = np.where((single == values) | nan, bits, bits - larger | 1)
+        bits = np.where(single == values, bits, bits - larger | 1)
     rounded = (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     return np.where(nan, (bits >> 16 | 0x40).astype(np.uint16), rounded)
 

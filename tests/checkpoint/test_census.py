@@ -1,5 +1,6 @@
 """The census: each kind of damage in a snapshot is named exactly, all of it in one error."""
 
+import gc
 import json
 import os
 import shutil
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from k3mlx.checkpoint.findings import Findings
 from k3mlx.checkpoint.safetensors import read_header
 from k3mlx.checkpoint.snapshot import Checkpoint, read_tensor
+from k3mlx.checkpoint.untrusted import shown
 from k3mlx.checkpoint.writer import INDEX_NAME, write_safetensors
 from k3mlx.errors import ModelFilesError
 from tests import tiny
@@ -88,12 +91,30 @@ def test_missing_shards_share_the_total(folder: Path) -> None:
     assert all("shard missing, about " in line for line in lines)
 
 
+def test_missing_shards_of_released_dtypes_are_told_exactly(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    folder = tiny.write_random_model(tmp_path, tiny.random_config(rng), rng, dtype="BF16", shards=3)
+    sizes = {path: payload(path) for path in (shard(folder, 1), shard(folder, 3))}
+    for path in sizes:
+        path.unlink()
+    assert findings(folder) == [f"{path}: shard missing, {size} bytes" for path, size in sizes.items()]
+
+
 def test_missing_shard_without_a_total(folder: Path) -> None:
     shard(folder, 2).unlink()
-    for metadata in ({}, {"total_size": "1"}, None, {"total_size": 12.5}):
+    for metadata in ({}, {"total_size": "1"}, None, {"total_size": 12.5}, {"total_size": 7}):
         edit_index(folder, lambda index, value=metadata: index.update(metadata=value))
         (line,) = findings(folder)
         assert line.startswith(f"{shard(folder, 2)}: shard missing, about ")
+
+
+def test_what_is_not_of_the_index_does_not_count_as_present(folder: Path) -> None:
+    size = payload(shard(folder, 2))
+    shard(folder, 2).unlink()
+    rewrite(shard(folder, 1), lambda tensors: tensors.update(x=("U8", np.zeros(1000, np.uint8))))
+    lines = findings(folder)
+    assert lines[0] == f"{shard(folder, 2)}: shard missing, {size} bytes"
+    assert "'x' is surplus" in lines[1]
 
 
 def test_renamed_shard_is_pointed_out(folder: Path) -> None:
@@ -155,8 +176,10 @@ def test_surplus_tensor(folder: Path) -> None:
     path = shard(folder, 2)
     for name in (
         "language_model.model.extra.weight",
-        EXPERT + "w4.weight",
-        EXPERT.replace("4.", "6.") + "w1.weight",
+        EXPERT + "w1.weight",
+        EXPERT.replace("4.", "6.") + "w1.weight_scale",
+        EXPERT.replace("4.", "04.") + "w1.weight_scale",
+        EXPERT.replace("layers.2", "layers.0") + "w1.weight_scale",
     ):
         shutil.copy(path, folder / "kept")
         rewrite(path, lambda tensors, name=name: tensors.update({name: ("U8", np.zeros(3, np.uint8))}))
@@ -317,6 +340,7 @@ def test_shard_of_vision_only_may_be_absent(folder: Path) -> None:
         "model.bin",
         "a\0.safetensors",
         "a\n.safetensors",
+        "x" * 300 + ".safetensors",
         "..",
         "",
         3,
@@ -329,7 +353,7 @@ def test_index_leads_nowhere_else(folder: Path, name: Any) -> None:
     shutil.copy(shard(folder, 1), folder.parent / "model.safetensors")
     edit_index(folder, lambda index: index["weight_map"].update({NORM: name}))
     (line,) = findings(folder)
-    assert line.startswith(f"{folder / INDEX_NAME}: tensor '{NORM}' is in {name!r}")
+    assert line.startswith(f"{folder / INDEX_NAME}: tensor '{NORM}' is in {shown(name)}")
     assert line.endswith("expected the name of a safetensors file in the same folder")
 
 
@@ -418,6 +442,48 @@ def test_blobs_of_another_repository_are_outside(folder: Path, tmp_path: Path) -
         else:
             (line,) = findings(snapshot)
             assert "outside the snapshot" in line
+
+
+@needs_links
+def test_blobs_beside_an_ordinary_folder_are_outside(folder: Path, tmp_path: Path) -> None:
+    nested = tmp_path / "models" / "org" / "name"
+    nested.parent.mkdir(parents=True)
+    folder.rename(nested)
+    (tmp_path / "models" / "blobs").mkdir()
+    path = shard(nested, 2)
+    path.rename(tmp_path / "models" / "blobs" / "b")
+    path.symlink_to(tmp_path / "models" / "blobs" / "b")
+    (line,) = findings(nested)
+    assert "outside the snapshot" in line
+
+
+def test_collector_runs_again_after_a_census(folder: Path) -> None:
+    Checkpoint.open(folder).close()
+    assert gc.isenabled()
+    shard(folder, 2).unlink()
+    findings(folder)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        findings(folder)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_findings_keep_ten_lines_and_count_all() -> None:
+    some, more = Findings(), Findings()
+    some.raise_if_any()
+    for n in range(7):
+        some.add(f"some {n}")
+    for n in range(25):
+        more.add(f"more {n}")
+    assert len(more.lines) == 10
+    some.extend(more)
+    with pytest.raises(ModelFilesError) as caught:
+        some.raise_if_any()
+    lines = str(caught.value).splitlines()
+    assert lines == [*(f"some {n}" for n in range(7)), "more 0", "more 1", "more 2", "and 22 more"]
 
 
 @needs_links

@@ -115,11 +115,11 @@ def test_snapshot_without_main(cache: Path) -> None:
 
 
 @needs_links
-@pytest.mark.parametrize("main", ["../../../secret", "", "\0", "f" * 40])
-def test_main_that_names_no_snapshot(cache: Path, main: str) -> None:
+@pytest.mark.parametrize("main", [b"../../../secret", b"", b"\0", b"\xff", b"f" * 40])
+def test_main_that_names_no_snapshot(cache: Path, main: bytes) -> None:
     snapshot = write_cached(cache)
     (cache.parent / "secret").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text(main)
+    (snapshot.parents[1] / "refs" / "main").write_bytes(main)
     assert resolve("org/name") == snapshot
 
 

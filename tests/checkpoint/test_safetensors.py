@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from k3mlx.checkpoint.findings import Findings
 from k3mlx.checkpoint.safetensors import HEADER_MAX, read_header
 from k3mlx.checkpoint.snapshot import read_tensor
 from k3mlx.checkpoint.writer import write_safetensors
@@ -125,9 +126,9 @@ def test_huge_header_is_refused_unread(path: Path, length: int) -> None:
 
 def test_every_problem_is_told(path: Path) -> None:
     header = {"a": entry(0, 4, shape=[9]), "b": entry(4, 6, "I8"), "c": 1, "d": entry(6, 8), "e": entry(7, 8)}
-    problems: list[str] = []
-    found = read_header(write(path, header, bytes(8)), problems)
-    assert len(problems) == 4
+    findings = Findings()
+    found = read_header(write(path, header, bytes(8)), findings)
+    assert findings.count == len(findings.lines) == 4
     assert found.rejected == {"a", "b", "c"}
     assert set(found.tensors) == {"d", "e"}
     assert len(message(path).splitlines()) == 4

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from k3mlx.checkpoint import files, mxfp4, snapshot
-from k3mlx.checkpoint.safetensors import read_header
+from k3mlx.checkpoint.safetensors import TensorInfo, read_header
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.checkpoint.writer import to_bf16, write_safetensors
 from k3mlx.errors import K3Error, ModelFilesError
@@ -191,12 +191,19 @@ def test_many_threads_read_right(spec: Path, system: str, monkeypatch: pytest.Mo
         monkeypatch.delattr(os, "preadv", raising=False)
     if system == "neither":
         monkeypatch.delattr(os, "pread", raising=False)
-    monkeypatch.setattr(files, "_READ_MAX", 300)  # a tensor takes several reads
+    monkeypatch.setattr(files, "_READ_MAX", 30)  # a tensor takes many reads, of threads in turn
     expected = tiny.spec_tensors()
     with Checkpoint.open(spec) as checkpoint, ThreadPoolExecutor(8) as pool:
         for _ in range(3):
             for name, array in zip(expected, pool.map(checkpoint.raw, expected), strict=True):
                 np.testing.assert_array_equal(array, expected[name])
+
+
+def test_adjacent_offsets_of_two_files_are_two_reads() -> None:
+    first = TensorInfo("a", "U8", (4,), Path("1"), 8, 4)
+    second = TensorInfo("b", "U8", (4,), Path("2"), 12, 4)
+    assert len(snapshot._merge({"a": first, "b": second})) == 2
+    assert len(snapshot._merge({"a": first, "b": second._replace(path=Path("1"))})) == 1
 
 
 def test_file_changed_before_its_first_read(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ def test_bf16_of_float64(value: float) -> None:
 def test_bf16_rounds_once() -> None:
     above_tie = 1 + 2.0**-8 + 2.0**-40  # float32 would make it the tie, which goes to 1
     assert to_bf16(np.array([above_tie, -above_tie])).tolist() == [0x3F81, 0xBF81]
+    below_tie = 1 + 3 * 2.0**-8 - 2.0**-40  # and this one the tie that goes up
+    assert to_bf16(np.array([below_tie, -below_tie])).tolist() == [0x3F81, 0xBF81]
     assert to_bf16(np.array([1 + 2.0**-8, 1 + 3 * 2.0**-8])).tolist() == [0x3F80, 0x3F82]
 
 
@@ -104,7 +106,9 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
         write_safetensors(path, {"x": ("F8", np.zeros(2, np.uint8))})
     with pytest.raises(ValueError, match="given twice"):
         write_safetensors(path, [("x", np.zeros(2, np.uint8)), ("x", np.zeros(2, np.uint8))])
-    assert not path.exists()
+    with pytest.raises(ValueError, match="given twice"):
+        write_sharded(tmp_path, [("x", np.zeros(2, np.uint8)), ("x", np.zeros(2, np.uint8))], shards=2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_transposed_arrays_are_written_in_row_order(tmp_path: Path) -> None:
