@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.devices import TF32
-from k3mlx.errors import K3Error, UsageError
+from k3mlx.errors import K3Error, ResourceError, UsageError
 from k3mlx.experts.options import StreamOptions
 from k3mlx.experts.store import ExpertStore
 from k3mlx.kernels import Kernels
@@ -28,13 +29,14 @@ from k3mlx.watchdog import Watchdog, save_ids
 from .model import MlxModel
 from .moe import ExpertStreams
 from .owner import OWNER, Call
+from .probe import surprises
 from .room import EndOfRun, Room, log
 from .slots import MlxSlots
 from .state import State
 from .weights import Loader
 
 DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
-CACHE_BYTES = 1 << 30  # freed buffers that MLX may keep
+CACHE_BYTES = 1 << 30  # freed buffers that MLX may keep, unless a plan says otherwise
 
 
 class MlxBackend:
@@ -42,7 +44,7 @@ class MlxBackend:
 
     device: `metal`, `cuda` or `cpu`, known to be there. dtype: of the activations and the dense weights.
     experts_device: `cpu` for streams of the CPU, `gpu` for MLX's own matmul on the GPU. threads: CPU streams.
-    kernels: whether the kernels of this package are used on the GPU.
+    kernels: whether the kernels of this package are used on the GPU. cache_bytes: freed buffers that MLX may keep.
     """
 
     name = "mlx"
@@ -59,18 +61,19 @@ class MlxBackend:
         kernels: bool = False,
         experts_device: str = "cpu",
         threads: int | None = None,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         if dtype not in DTYPES:
             raise UsageError(f"dtype is {dtype!r}, expected bfloat16 or float32 on the mlx backend")
         self.config = checkpoint.config
         self.dtype = dtype
-        self.store = ExpertStore(checkpoint, expert_cache, streaming, MlxSlots())
         threads = threads or default_threads()
         self.watchdog = Watchdog()
-        self._expert_format = _expert_format(checkpoint)
+        self._slots = MlxSlots()
+        self.store = ExpertStore(checkpoint, expert_cache, streaming, self._slots)
 
-        def build(call: Call) -> tuple[Room, MlxModel]:
-            mx.set_cache_limit(CACHE_BYTES)
+        def build(call: Call) -> tuple[Room, MlxModel, list[str]]:
+            mx.set_cache_limit(cache_bytes)
             on_gpu = experts_device == "gpu" and device != "cpu"
             streams = ExpertStreams(
                 mx.gpu if on_gpu else mx.cpu, 1 if on_gpu else threads, group=max(16, threads)
@@ -80,9 +83,23 @@ class MlxBackend:
             )
             loader = Loader(checkpoint, DTYPES[dtype], in_place=device != "cuda")
             with mx.stream(room.stream):
-                return room, MlxModel(loader, self.store, room)
+                notes = surprises()
+                model = MlxModel(loader, self.store, room)
+            if device == "metal":
+                notes += _wire(mx.get_active_memory())
+            return room, model, notes
 
-        self.room, self.model = OWNER.call(build, self.watchdog)
+        try:
+            self.room, model, notes = OWNER.call(build, self.watchdog)
+        except BaseException as error:
+            self.store.close()
+            if isinstance(error, RuntimeError):
+                raise ResourceError(f"the model cannot be loaded into mlx: {error}") from None
+            raise
+        self.model: MlxModel | None = model
+        self._formats = model.formats() | {"experts": _expert_format(checkpoint)}
+        self._formats = {part: form for part, form in self._formats.items() if part in _parts(checkpoint)}
+        self.notes = (*notes, *self._slow_formats())
 
     @property
     def device(self) -> str:
@@ -107,7 +124,7 @@ class MlxBackend:
         return self.store.report()
 
     def parts_report(self) -> list[dict[str, Any]]:
-        return self.room.report(self._formats())
+        return self.room.report(self._formats)
 
     def dense_report(self) -> dict[str, Any]:
         return {"bytes_read": 0, "read_seconds": 0.0, "wait_seconds": 0.0}  # every layer stays in memory
@@ -125,8 +142,7 @@ class MlxBackend:
 
     def close(self) -> None:
         def drop(call: Call) -> None:
-            if hasattr(self, "model"):
-                del self.model
+            self.model = None
             mx.clear_cache()
 
         OWNER.call(drop, self.watchdog)
@@ -143,8 +159,10 @@ class MlxBackend:
         self, call: Call, ids: Sequence[int], state: State, all_logits: bool, hooks: Hooks
     ) -> tuple[np.ndarray, State]:
         """Steps until one succeeds, then its commit."""
+        if self.model is None:
+            raise K3Error("the engine is closed")
         self.watchdog.ids = hooks.fed
-        hooks = _stoppable(hooks, call)
+        hooks = _guarded(hooks, call)
         while True:
             logits, updates, failure = self._try(ids, state, all_logits, hooks)
             if failure is None:
@@ -152,11 +170,14 @@ class MlxBackend:
             try:
                 self.room.recover(failure)
             except EndOfRun as error:
-                raise EndOfRun(
-                    f"{error}. {len(hooks.fed)} ids fed so far are in {save_ids(hooks.fed)}"
-                ) from None
-        with mx.stream(self.room.stream), self.watchdog.watch("writing the caches", 120):
-            return logits, state.commit(updates, len(ids))
+                raise _with_ids(str(error), hooks.fed) from None
+        try:
+            with mx.stream(self.room.stream), self.watchdog.watch("writing the caches", 120):
+                after = state.commit(updates, len(ids))
+        except Exception as error:  # what the caches hold now is not known
+            raise _with_ids(f"writing the caches failed: {error}", hooks.fed) from None
+        self._slots.give_back()
+        return logits, after
 
     def _try(
         self, ids: Sequence[int], state: State, all_logits: bool, hooks: Hooks
@@ -164,29 +185,57 @@ class MlxBackend:
         """(logits, updates, None), or what went wrong, with every array of the step gone with this frame."""
         self.room.begin()
         try:
+            assert self.model is not None
             with mx.stream(self.room.stream):
                 return *self.model.step(ids, state, all_logits, hooks), None
-        except K3Error:
+        except _InCallback as error:
+            assert error.__cause__ is not None
+            raise error.__cause__ from None
+        except (K3Error, MemoryError):
             raise
         except Exception as error:
             log.debug("a step failed", exc_info=True)
             return None, None, f"{type(error).__name__}: {error}"
 
-    def _formats(self) -> dict[str, str]:
-        """Weight formats of the parts that this model has."""
-        config = self.config
-        layers = range(config.num_hidden_layers)
-        formats = self.model.formats() | {"experts": self._expert_format}
-        absent = set()
-        if "kda" not in config.layer_kinds:
-            absent.add("kda")
-        if "mla" not in config.layer_kinds:
-            absent.add("mla")
-        if all(map(config.is_moe, layers)):
-            absent.add("dense_mlp")
-        if not any(map(config.is_moe, layers)):
-            absent |= {"router", "experts", "shared_experts"}
-        return {part: form for part, form in formats.items() if part not in absent}
+    def _slow_formats(self) -> list[str]:
+        """Weight formats that have no fast path on this device, named before anyone wonders about the speed."""
+        lines = []
+        experts = self._formats.get("experts", "mxfp4")
+        if experts not in ("mxfp4", "affine"):
+            lines.append(f"routed experts are stored as {experts}: widened at every use")
+        if self.room.kind == "cpu" and self.dtype == "bfloat16":
+            lines.append(
+                "bfloat16 on the CPU is many times slower than float32: --dtype float32 unless memory forbids"
+            )
+        return lines
+
+
+class _InCallback(Exception):
+    """Something that the caller's own function raised, which is no failure of the model."""
+
+
+def _with_ids(what: str, ids: Sequence[int]) -> EndOfRun:
+    return EndOfRun(f"{what}. {len(ids)} ids fed so far are in {save_ids(ids)}")
+
+
+def _wire(nbytes: int) -> list[str]:
+    """Keep the dense weights from being paged out, where the system lets us; a line if it does not."""
+    limit = int(mx.device_info().get("max_recommended_working_set_size", 0))
+    try:
+        mx.set_wired_limit(min(nbytes, limit))
+    except (RuntimeError, ValueError) as error:
+        return [f"the weights are not wired ({error}): under memory pressure they may be paged out"]
+    return []
+
+
+def _parts(checkpoint: Checkpoint) -> set[str]:
+    """The parts that a model of this configuration has."""
+    config = checkpoint.config
+    moe = [config.is_moe(layer) for layer in range(config.num_hidden_layers)]
+    parts = {"attn_res_mix", "head", *config.layer_kinds}
+    if any(moe):
+        parts |= {"router", "experts", "shared_experts"}
+    return parts if all(moe) else parts | {"dense_mlp"}
 
 
 def _expert_format(checkpoint: Checkpoint) -> str:
@@ -208,12 +257,18 @@ def _kernels(device: str, wanted: bool) -> Kernels:
     return Kernels(MlxMaker(device), note=lambda line: log.warning("k3mlx: %s", line))
 
 
-def _stoppable(hooks: Hooks, call: Call) -> Hooks:
-    """The hooks, but a call that nobody waits for any more stops at its next layer."""
+def _guarded(hooks: Hooks, call: Call) -> Hooks:
+    """The hooks, but a call that nobody waits for any more stops at its next layer, and what the caller's own
+    function raises is not taken for a failure of the model."""
 
     def before_layer(layer: int) -> None:
         if call.abandoned:
             raise K3Error("interrupted")
-        hooks.before_layer(layer)
+        try:
+            hooks.before_layer(layer)
+        except K3Error:
+            raise
+        except Exception as error:
+            raise _InCallback from error
 
-    return Hooks(before_layer, hooks.probe, hooks.clock, hooks.fed)
+    return replace(hooks, before_layer=before_layer)

@@ -25,6 +25,9 @@ ExpertMatrices = tuple[Any, Any, Any]  # w1 gate [F, L], w2 down [L, F], w3 up [
 class MlxSlots:
     """A slot provider (see `k3mlx.experts.slots`) of arrays of bytes. Called by the thread that owns MLX."""
 
+    def __init__(self) -> None:
+        self._released = False
+
     def allocate(self, nbytes: int) -> SlotMemory:
         try:
             owner = mx.array(np.zeros(nbytes + ALIGN, np.uint8))
@@ -35,7 +38,14 @@ class MlxSlots:
         return SlotMemory(aligned, owner, start)
 
     def release(self, memory: SlotMemory) -> None:
-        """Nothing to do: the array ends with its last reference."""
+        """The array ends with its last reference, and its memory with `give_back`."""
+        self._released = True
+
+    def give_back(self) -> None:
+        """Return to the system what MLX keeps of released slots."""
+        if self._released:
+            self._released = False
+            mx.clear_cache()
 
 
 class ExpertBytes:
