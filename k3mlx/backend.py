@@ -7,20 +7,24 @@ are values: `forward` returns a new one and leaves the one it was given usable.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
+from .dense import DenseCounters, DenseReader, LayerRing
 from .devices import Choice
 from .errors import ResourceError, UsageError
 from .experts.compute import NumpyExperts
 from .experts.options import StreamOptions
 from .experts.store import ExpertStore
+from .governor import MemoryPlan
+from .needs import default_dtype, mlx_cache_limit
 from .reference.model import Hooks, ReferenceModel
 from .reference.state import State
+from .reference.weights import load_layer
 
 
 class Backend(Protocol):
@@ -29,6 +33,7 @@ class Backend(Protocol):
     name: str
     dtype: str
     config: ModelConfig
+    store: ExpertStore
     notes: tuple[str, ...]  # lines about what it runs on, for whoever started it
 
     @property
@@ -55,6 +60,9 @@ class Backend(Protocol):
     def parts_report(self) -> list[dict[str, Any]]:
         """What ran where: part, device, kernel, format, calls, failures, fallbacks."""
 
+    def dense_report(self) -> dict[str, Any]:
+        """What reading dense weights at each use has cost: bytes_read, read_seconds, wait_seconds."""
+
     def runtime_report(self) -> dict[str, Any]:
         """What else there is to say of the libraries that ran: versions, switches, their own memory."""
 
@@ -75,15 +83,24 @@ class NumpyBackend:
         dtype: str,
         expert_cache: int | None,
         streaming: StreamOptions | None = None,
+        resident: Collection[int] | None = None,
     ) -> None:
+        """resident: the layers whose dense weights stay in memory, all if None; others are read at each use."""
         if dtype not in ("float32", "float64"):
             raise UsageError(f"dtype is {dtype!r}, expected float32 or float64 on the numpy backend")
         self.config = checkpoint.config
         self.dtype = dtype
         self.store = ExpertStore(checkpoint, expert_cache, streaming)
-        self.model = ReferenceModel(
-            checkpoint, NumpyExperts(self.store, self.config, np.dtype(dtype)), np.dtype(dtype)
+        self._reader = DenseReader(checkpoint, self.store.options.io_threads, self.store.files.direct)
+        item, count = np.dtype(dtype), self.config.num_hidden_layers
+        self._ring = LayerRing(
+            lambda layer: load_layer(self._reader.layer(layer, item), layer, item),
+            count,
+            range(count) if resident is None else resident,
         )
+        self._reader.counters = DenseCounters()  # of reading at use, not of loading
+        experts = NumpyExperts(self.store, self.config, item, self._router)
+        self.model = ReferenceModel(checkpoint, experts, item, self._ring)
         self._expert_format = "mxfp4" if checkpoint.mxfp4 else dtype
         self._calls: Counter[str] = Counter()
 
@@ -123,8 +140,20 @@ class NumpyBackend:
     def runtime_report(self) -> dict[str, Any]:
         return {"numpy": np.__version__}
 
+    def dense_report(self) -> dict[str, Any]:
+        return {**vars(self._reader.counters), "wait_seconds": self._ring.wait_seconds}
+
     def close(self) -> None:
         self.store.close()
+        self._ring.close()
+        self._reader.close()
+
+    def _router(self, layer: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Gate and bias of a layer whose weights are in memory, for looking ahead."""
+        weights = self._ring.resident(layer)
+        if weights is None:
+            return None
+        return weights.ffn["gate"], weights.ffn["gate.e_score_correction_bias"]
 
     def _parts_per_pass(self) -> dict[str, int]:
         """How often each part runs in one forward pass."""
@@ -150,9 +179,11 @@ def make_backend(
     experts_device: str = "cpu",
     cpu_threads: int | None = None,
     streaming: StreamOptions | None = None,
+    plan: MemoryPlan | None = None,
 ) -> Backend:
     """The backend that was chosen, with the model loaded. dtype None is the backend's own choice.
 
+    With a plan its cache and its resident layers are used, whatever expert_cache says.
     Raises UsageError for a dtype that it does not compute in, ResourceError for experts on a GPU without one.
     """
     if experts_device not in ("cpu", "gpu"):
@@ -161,15 +192,22 @@ def make_backend(
         raise UsageError(f"cpu_threads is {cpu_threads}, expected at least 1")
     if experts_device == "gpu" and choice.device == "cpu":
         raise ResourceError("experts_device gpu asks for a GPU, but this run has none: see --device")
+    dtype = dtype or default_dtype(choice)
+    if plan is not None:
+        expert_cache = plan.cache
     if choice.backend == "numpy":
-        made: Backend = NumpyBackend(checkpoint, dtype or "float32", expert_cache, streaming)
+        if checkpoint.affine_experts:
+            raise ResourceError("the experts are stored as affine codes, which only the mlx backend computes")
+        made: Backend = NumpyBackend(
+            checkpoint, dtype, expert_cache, streaming, None if plan is None else plan.resident
+        )
     else:
         from .model.backend import MlxBackend
 
-        dtype = dtype or ("float32" if choice.device == "cpu" else "bfloat16")
         made = MlxBackend(
             checkpoint, dtype, expert_cache, streaming,
             device=choice.device, kernels=choice.kernels, experts_device=experts_device, threads=cpu_threads,
+            **({} if plan is None else {"cache_bytes": mlx_cache_limit(plan.memory)}),
         )  # fmt: skip
-    made.notes = choice.notes
+    made.notes = (*choice.notes, *made.notes)
     return made

@@ -19,6 +19,7 @@ import numpy as np
 
 from .backend import Backend, make_backend
 from .checkpoint.hub import resolve
+from .checkpoint.mlx_lm import open_checkpoint
 from .checkpoint.safetensors import read_header
 from .checkpoint.snapshot import Checkpoint, read_tensor
 from .checkpoint.writer import write_safetensors
@@ -26,12 +27,14 @@ from .clock import Clock
 from .config import ModelConfig
 from .devices import choose
 from .errors import K3Error, ModelFilesError, UsageError
+from .experts.options import expert_cache_from_environment, stream_options
+from .governor import Governor, plan_memory
 from .memory import parse_size, peak_memory_bytes
+from .needs import backend_needs
 from .reference.model import Hooks
 from .tokenizer import Tokenizer
 
 _NOTE = "k3mlx.note."  # before the names of notes in a session file
-PREFILL_STEP = 512  # prompt tokens per forward pass, unless asked otherwise
 
 
 class Cancelled(K3Error):
@@ -46,8 +49,16 @@ def load(
     dtype: str | None = None,
     experts_device: str = "cpu",
     cpu_threads: int | None = None,
+    memory: int | str = "auto",
     expert_cache: int | str = "auto",
-    prefill_step_size: int = PREFILL_STEP,
+    cache_policy: str | None = None,
+    io_threads: int | None = None,
+    direct_io: str | bool | None = None,
+    pipe: str | bool | None = None,
+    lookahead: str | int | None = None,
+    warm_start: str | bool | None = None,
+    expert_trace: str | Path | None = None,
+    prefill_step_size: int | str = "auto",
 ) -> Engine:
     """Open a Kimi K3 and load its dense weights.
 
@@ -57,18 +68,44 @@ def load(
     dtype: what the dense parts compute in: float32 (default) or float64 on numpy; bfloat16 (default on a GPU)
     or float32 (default on the CPU) on mlx. experts_device: `cpu`, or `gpu` for mlx on a GPU.
     cpu_threads: CPU streams that routed experts are spread over on mlx; None is OMP_NUM_THREADS, else every core.
-    expert_cache: bytes of expert payload kept in memory (`40GB`, or an integer); `auto` keeps all read.
-    prefill_step_size: prompt tokens per forward pass; the one setting here that may change the last bits.
+    memory: bytes that the whole process may use (`64GB`, or an integer); `auto` is what the machine can give.
+    expert_cache: bytes of expert payload kept in memory; `auto` is K3_EXPERT_GB, else what memory has left.
+    cache_policy: `lru`, `decayed` or `s3fifo`. io_threads: reads at once (K3_LOAD_THREADS, else 4).
+    direct_io: `on` past the page cache, `off` through it, `auto` as K3_DIRECT or a probe of the disk says.
+    pipe: whether reads go on while experts are computed (K3_PIPE, else `on`). lookahead: `auto`, `off` or how
+    many experts of the next layer are read on a guess. warm_start: whether to read at first what was in memory
+    last time. expert_trace: a file to write the routing to.
+    prefill_step_size: prompt tokens per forward pass, `auto` the largest of a ladder that memory allows; the
+    one setting here, with backend, device and dtype, that may change the last bits of a result.
     Raises UsageError, ModelFilesError or ResourceError.
     """
-    if prefill_step_size < 1:
-        raise UsageError(f"prefill_step_size is {prefill_step_size}, expected at least 1")
-    budget = None if expert_cache == "auto" else parse_size(expert_cache, "expert_cache")
+    step = _step(prefill_step_size)
+    limit = None if memory == "auto" else parse_size(memory, "memory")
+    budget = expert_cache_from_environment() if expert_cache == "auto" else None
+    if expert_cache != "auto":
+        budget = parse_size(expert_cache, "expert_cache")
+    streaming = stream_options(io_threads, direct_io, pipe, lookahead, cache_policy, warm_start, expert_trace)
     choice = choose("numpy" if backend == "auto" and dtype == "float64" else backend, device)
     folder = resolve(model)
-    checkpoint = Checkpoint.open(folder)
-    made = make_backend(choice, checkpoint, dtype, budget, experts_device, cpu_threads)
-    return Engine(folder, checkpoint, made, prefill_step_size)
+    checkpoint = open_checkpoint(folder)
+    try:
+        plan = plan_memory(backend_needs(choice, checkpoint, dtype), limit, budget, step)
+        made = make_backend(choice, checkpoint, dtype, budget, experts_device, cpu_threads, streaming, plan)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return Engine(folder, checkpoint, made, plan.chunk, Governor(plan, made.store))
+
+
+def _step(size: int | str) -> int | None:
+    """Prompt tokens of a pass as asked for, None for `auto`."""
+    if size == "auto":
+        return None
+    if isinstance(size, str) and size.isdecimal():
+        size = int(size)
+    if isinstance(size, str) or size < 1:
+        raise UsageError(f"prefill_step_size is {size}, expected auto or at least 1")
+    return size
 
 
 @dataclass
@@ -86,11 +123,17 @@ class Engine:
     """A loaded model. Sessions of one engine share its weights and expert cache; one runs at a time."""
 
     def __init__(
-        self, folder: Path, checkpoint: Checkpoint, backend: Backend, prefill_step_size: int
+        self,
+        folder: Path,
+        checkpoint: Checkpoint,
+        backend: Backend,
+        prefill_step_size: int,
+        governor: Governor,
     ) -> None:
         self.folder = folder
         self.backend = backend
         self.prefill_step_size = prefill_step_size
+        self.governor = governor
         self.counters = Counters()
         self.clock = Clock()
         self._checkpoint = checkpoint
@@ -157,6 +200,8 @@ class Engine:
             "peak_memory_bytes": peak_memory_bytes(),
             "prefill_chunk": self.prefill_step_size,
             "experts": experts,
+            "dense": self.backend.dense_report(),
+            "memory": self.governor.report(),
             "parts": self.backend.parts_report(),
             "runtime": self.backend.runtime_report(),
             "ranks": [],
@@ -272,6 +317,7 @@ class Session:
         def before_layer(layer: int) -> None:
             if should_stop is not None and should_stop():
                 raise Cancelled(f"stopped before layer {layer}")
+            engine.governor.check()
 
         engine = self.engine
         hooks = Hooks(before_layer=before_layer, clock=engine.clock, fed=self._ids)

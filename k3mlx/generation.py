@@ -328,15 +328,20 @@ def token_logprob(logits: np.ndarray, id: int, top: int) -> TokenLogprob:
     return TokenLogprob(id, float(values[id]), tuple((int(n), float(values[n])) for n in best))
 
 
-_NOT_COUNTERS = {"peak_memory_bytes", "prefill_chunk", "io_threads", "cache_bytes", "resident_bytes"}
+_NOT_COUNTERS = {
+    "peak_memory_bytes", "prefill_chunk", "memory", "io_threads", "cache_bytes", "resident_bytes",
+    "lookahead_recall", "lookahead_depth",
+}  # fmt: skip
 
 
 def _since(before: Any, after: Any, name: str = "") -> Any:
     """The report of what happened between two reports of one engine: counts and times subtracted."""
+    if name in _NOT_COUNTERS or isinstance(after, bool):
+        return after
     if isinstance(after, dict):
         return {key: _since(before[key], value, key) for key, value in after.items()}
     if isinstance(after, list):
         return [_since(old, new) for old, new in zip(before, after, strict=True)]
-    if isinstance(after, bool) or not isinstance(after, (int, float)) or name in _NOT_COUNTERS:
+    if not isinstance(after, (int, float)):
         return after
     return after - before

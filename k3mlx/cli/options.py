@@ -46,18 +46,52 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="threads for experts (default: OMP_NUM_THREADS, else cores)",
     )
     group.add_argument(
+        "--prefill-step-size",
+        default="auto",
+        metavar="N",
+        help="prompt tokens per pass (default: the largest of 1, 16, 64, ... that memory allows)",
+    )
+    add_streaming_options(parser)
+
+
+def add_streaming_options(parser: argparse.ArgumentParser) -> None:
+    """Where the memory goes and how experts are read. None of these changes a result."""
+    group = parser.add_argument_group("memory and experts (none of these changes a result)")
+    group.add_argument(
+        "--memory",
+        default="auto",
+        metavar="SIZE",
+        help="of the whole process, e.g. 64GB (default: what there is)",
+    )
+    group.add_argument(
         "--expert-cache",
         default="auto",
         metavar="SIZE",
-        help="expert bytes kept in memory, e.g. 40GB (default: all read)",
+        help="expert bytes kept in memory, e.g. 40GB (default: K3_EXPERT_GB, else what --memory has left)",
+    )
+    group.add_argument("--cache-policy", choices=("lru", "decayed", "s3fifo"), help="what is dropped first")
+    group.add_argument(
+        "--io-threads", type=int, metavar="N", help="reads at once (default: K3_LOAD_THREADS, else 4)"
     )
     group.add_argument(
-        "--prefill-step-size",
-        type=int,
-        default=512,
-        metavar="N",
-        help="prompt tokens per pass (default: 512)",
+        "--direct-io",
+        choices=("auto", "on", "off"),
+        help="read past the page cache (default: K3_DIRECT=0|1, else as a probe of the disk says)",
     )
+    group.add_argument(
+        "--pipe", choices=("on", "off"), help="read while computing (default: K3_PIPE=0|1, else on)"
+    )
+    group.add_argument(
+        "--lookahead",
+        metavar="auto|off|N",
+        help="experts of the next layer to read on a guess (default: auto)",
+    )
+    group.add_argument(
+        "--warm-start",
+        choices=("auto", "on", "off"),
+        help="read at first what was in memory last time (default: auto, for large models)",
+    )
+    group.add_argument("--expert-trace", metavar="FILE", help="write what the routers choose to a file")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +116,15 @@ def open_engine(args: argparse.Namespace) -> Engine:
         dtype=args.dtype,
         experts_device=args.experts_device,
         cpu_threads=args.cpu_threads,
+        memory=args.memory,
         expert_cache=args.expert_cache,
+        cache_policy=args.cache_policy,
+        io_threads=args.io_threads,
+        direct_io=args.direct_io,
+        pipe=args.pipe,
+        lookahead=args.lookahead,
+        warm_start=args.warm_start,
+        expert_trace=args.expert_trace,
         prefill_step_size=args.prefill_step_size,
     )
     for line in engine.backend.notes:
@@ -94,6 +136,9 @@ def open_engine(args: argparse.Namespace) -> Engine:
         f"{engine.folder.name}: {config.num_hidden_layers} layers, {config.num_experts} experts ({experts}),"
         f" {engine.backend.name} {engine.backend.dtype} on {engine.backend.device}"
     )
+    plan = engine.governor.plan
+    for line in plan.lines() if args.verbose or plan.dense_bytes_per_pass else ():
+        note(f"k3mlx: {line}")
     if args.verbose:
         note(parts_table(parts))
     return engine

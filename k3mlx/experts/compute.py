@@ -6,7 +6,7 @@ routing nor reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -15,7 +15,7 @@ from k3mlx.checkpoint.mxfp4 import GROUP, decode
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.config import ModelConfig
 from k3mlx.errors import ModelFilesError
-from k3mlx.reference.moe import Mix
+from k3mlx.reference.moe import Mix, route_topk
 from k3mlx.reference.ops import Array, situ_mlp
 
 from .request import Request
@@ -23,14 +23,22 @@ from .store import ExpertStore, Held
 
 SUMMANDS_MAX = 256 << 20  # bytes of expert outputs kept apart until they can be summed in order
 
+Router = tuple[Array, Array]  # gate [E, D], bias [E]
 Matrices = tuple[Array, Array, Array]  # w1 gate [F, L], w2 down [L, F], w3 up [F, L]
 
 
 class NumpyExperts:
     """Computes the mixture of a layer from a store; reads begin at `start`, beside what the caller does."""
 
-    def __init__(self, store: ExpertStore, config: ModelConfig, dtype: DTypeLike = np.float32) -> None:
+    def __init__(
+        self,
+        store: ExpertStore,
+        config: ModelConfig,
+        dtype: DTypeLike = np.float32,
+        router: Callable[[int], Router | None] | None = None,
+    ) -> None:
         self.store = store
+        self._router = router  # of a layer, for looking ahead
         self._config = config
         self._dtype = np.dtype(dtype)
         self._scratch: dict[str, Array] = {}  # decoded matrices, one expert's at a time
@@ -39,7 +47,9 @@ class NumpyExperts:
         """Begin to read the experts ids [T, k] of a layer; the result mixes them for a latent [T, L]."""
         size = ids.size * self._config.routed_expert_hidden_size * self._dtype.itemsize
         apart = size <= SUMMANDS_MAX
+        self.store.routed(layer, ids)
         request = self.store.request(layer, np.unique(ids).tolist(), in_order=not apart)
+        self._look_ahead(layer, x)
 
         def mix(latent: Array) -> Array:
             with request:
@@ -47,6 +57,16 @@ class NumpyExperts:
                 return _sum_apart(latent, ids, outputs) if apart else _sum(latent, outputs)
 
         return mix
+
+    def _look_ahead(self, layer: int, x: Array) -> None:
+        """Ask the next layer's router about this layer's input x [T, D]."""
+        following = layer + 1
+        if self._router is None or following == self._config.num_hidden_layers or not self.store.streams:
+            return
+        router = self._router(following) if self.store.lookahead.wanted(layer, len(x)) else None
+        if router is not None:
+            ids, _ = route_topk(x, *router, self.store.lookahead.ranks, 1.0)
+            self.store.guess(following, ids[0].tolist())
 
     def _outputs(
         self, x: Array, ids: NDArray[np.intp], weights: Array, layer: int, request: Request

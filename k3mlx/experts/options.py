@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from k3mlx.errors import UsageError
 
-from .policies import DEFAULT_POLICY
+from .policies import DEFAULT_POLICY, POLICIES
 
 IO_THREADS = 4
 IO_THREADS_MAX = 64
@@ -27,6 +28,8 @@ class StreamOptions:
     pipe: bool = True  # reading goes on while experts are computed
     lookahead: str = "off"  # auto, off, or how many experts of the next layer to read ahead
     policy: str = DEFAULT_POLICY
+    warm_start: str = "off"  # auto: for models that take a while to read
+    expert_trace: Path | None = None  # a file to write the routing to
 
 
 def stream_options(
@@ -35,6 +38,8 @@ def stream_options(
     pipe: str | bool | None = None,
     lookahead: str | int | None = None,
     policy: str | None = None,
+    warm_start: str | bool | None = None,
+    expert_trace: str | Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> StreamOptions:
     """Options as given, else as the environment has them, else the defaults. Raises UsageError.
@@ -48,8 +53,16 @@ def stream_options(
     ahead = "auto" if lookahead is None else str(lookahead)
     if ahead not in ("auto", "off") and not ahead.isdecimal():
         raise UsageError(f"lookahead is {lookahead!r}, expected auto, off or a number of experts")
+    if policy is not None and policy not in POLICIES:
+        raise UsageError(f"cache policy is {policy!r}, expected one of {', '.join(POLICIES)}")
     return StreamOptions(
-        threads, direct, piped == "on", "off" if ahead == "0" else ahead, policy or DEFAULT_POLICY
+        io_threads=threads,
+        direct_io=direct,
+        pipe=piped == "on",
+        lookahead="off" if ahead == "0" else ahead,
+        policy=policy or DEFAULT_POLICY,
+        warm_start=_switch(warm_start, "warm_start", DIRECT, environment, "") or "auto",
+        expert_trace=None if expert_trace is None else Path(expert_trace),
     )
 
 
@@ -89,7 +102,7 @@ def _switch(
     variable: str,
 ) -> str | None:
     if given is None:
-        text = environment.get(variable)
+        text = environment.get(variable) if variable else None
         if not text:
             return None
         if text not in ("0", "1"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +21,17 @@ from k3mlx.errors import ModelFilesError, ResourceError
 
 from .files import ExpertFiles, ReadGivenUp, direct_supported
 from .layout import ExpertLayout, Placement
+from .lookahead import Lookahead
 from .options import StreamOptions
 from .policies import Key, make_policy
 from .probe import DirectChoice, choose_direct
 from .reads import DEMAND, LOOKAHEAD, WARM, Job, ReadPool
 from .request import Request
 from .slots import ALIGN, NumpySlots, SlotMemory, SlotProvider
+from .trace import TraceWriter
+from .warm import load_residency, residency_path, save_residency
 
+WARM_MIN_BYTES = 1 << 30  # of experts in a model; a smaller one is read in no time
 READING, READY, FAILED = "reading", "ready", "failed"
 
 
@@ -103,13 +108,35 @@ class ExpertStore:
         self._entries: dict[Key, Entry] = {}
         self._free: list[SlotMemory] = []
         self._allocated = 0
+        self._closed = False
         self.reading = 0  # entries being filled, for anyone
         self._warm: list[Key] = []
+        config = checkpoint.config
+        self.lookahead = Lookahead(self.options.lookahead, 2 * config.num_experts_per_token)
+        self._trace: TraceWriter | None = None
+        if self.options.expert_trace is not None:
+            self._trace = TraceWriter(
+                self.options.expert_trace, config.num_experts, config.num_experts_per_token
+            )
+        self._residency: Path | None = None
+        if self._warm_start_wanted():
+            self._residency = residency_path(checkpoint.folder)
+            self.warm(load_residency(self._residency, self.layout))
 
     @property
     def payload(self) -> int:
         """Bytes of one expert."""
         return self.layout.payload
+
+    @property
+    def budget(self) -> int:
+        """Bytes of payload that the cache may hold now."""
+        return self.capacity * self.payload
+
+    @property
+    def streams(self) -> bool:
+        """Whether there are more experts than slots."""
+        return self.capacity < self.layout.count
 
     @property
     def smallest_budget(self) -> int:
@@ -132,6 +159,18 @@ class ExpertStore:
         with self.request(layer, experts) as request:
             for group in request.groups():
                 yield from group
+
+    def routed(self, layer: int, ids: NDArray[np.intp]) -> None:
+        """Tell what a layer's router chose, ids [T, k]: for the trace and the lookahead's own measure."""
+        if self._trace is not None:
+            self._trace.record(layer, ids)
+        self.lookahead.learn(layer, ids)
+
+    def guess(self, layer: int, experts: Sequence[int]) -> None:
+        """Tell which experts are likely for a layer to come, by rank; those that pay are read ahead."""
+        chosen = self.lookahead.guess(layer, experts)
+        if chosen and self.options.pipe:
+            self.prefetch(layer, chosen)
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
         """Read experts that may be needed soon, most likely first, when no demand waits for the disk.
@@ -165,7 +204,7 @@ class ExpertStore:
             wanted = budget // self.payload if self.payload else 0
             self.capacity = min(self.layout.count, max(self.minimum, wanted))
             self.trim()
-            return self.capacity * self.payload
+            return self.budget
 
     def residents(self) -> list[Key]:
         """The experts in memory, the most valuable first."""
@@ -177,17 +216,23 @@ class ExpertStore:
         counters = self.counters
         return {
             **vars(counters),
+            **self.lookahead.report(),
             "policy": self.options.policy,
             "direct_io": self.files.direct,
             "io_threads": self.options.io_threads,
             "pipe": self.options.pipe,
-            "cache_bytes": self.capacity * self.payload,
+            "cache_bytes": self.budget,
             "resident_bytes": len(self._entries) * self.payload,
         }
 
     def close(self) -> None:
         """Wait for reads in progress, then give files, threads and memory back."""
+        if self._residency is not None and not self._closed:
+            save_residency(self._residency, self.residents())
+        self._closed = True
         self.pool.close()
+        if self._trace is not None:
+            self._trace.close()
         with self.lock:
             for entry in self._entries.values():
                 self._provider.release(entry.memory)
@@ -260,6 +305,10 @@ class ExpertStore:
             )
         wanted = budget // self.payload if self.payload else 0
         return min(self.layout.count, max(self.minimum, wanted))
+
+    def _warm_start_wanted(self) -> bool:
+        wish = self.options.warm_start
+        return wish == "on" or (wish == "auto" and self.layout.count * self.payload >= WARM_MIN_BYTES)
 
     def _choose_direct(self, checkpoint: Checkpoint) -> bool:
         wish = self.options.direct_io

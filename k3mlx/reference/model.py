@@ -21,7 +21,7 @@ from .mla import attend, split_kv_b
 from .moe import Experts, route_topk
 from .ops import Array, Probe, no_probe, rms_norm, sigmoid, situ_mlp
 from .state import KdaState, LatentCache, LayerState, State
-from .weights import Weights, load_layer, load_outer
+from .weights import LayerWeights, Weights, load_layer, load_outer
 
 
 @dataclass
@@ -42,15 +42,23 @@ class Hooks:
 class ReferenceModel:
     """The text model with its dense weights in memory, in one dtype.
 
-    `experts` fetches and applies the routed experts (see `moe.py`).
+    `experts` fetches and applies the routed experts (see `moe.py`). `layers`, all loaded here if None, may
+    read a layer's weights when its turn comes.
     """
 
-    def __init__(self, checkpoint: Checkpoint, experts: Experts, dtype: np.dtype) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        experts: Experts,
+        dtype: np.dtype,
+        layers: Sequence[LayerWeights] | None = None,
+    ) -> None:
         self.config = checkpoint.config
         self.dtype = np.dtype(dtype)
         self.experts = experts
         self.outer = load_outer(checkpoint, self.dtype)
-        self.layers = [load_layer(checkpoint, n, self.dtype) for n in range(self.config.num_hidden_layers)]
+        numbers = range(self.config.num_hidden_layers)
+        self.layers = layers or [load_layer(checkpoint, n, self.dtype) for n in numbers]
 
     def new_state(self) -> State:
         return State.empty(self.config, self.dtype)

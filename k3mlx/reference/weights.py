@@ -7,15 +7,25 @@ loaded here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from k3mlx.checkpoint.names import dense_specs, layer_prefix, layer_specs
-from k3mlx.checkpoint.snapshot import Checkpoint
+from k3mlx.config import ModelConfig
 
 from .ops import Array
 
 Weights = dict[str, Array]
+
+
+class Tensors(Protocol):
+    """Dense tensors by name, as `Checkpoint.load` gives them."""
+
+    config: ModelConfig
+
+    def load(self, name: str, dtype: DTypeLike = ...) -> NDArray: ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class LayerWeights:
     ffn: Weights
 
 
-def load_outer(checkpoint: Checkpoint, dtype: np.dtype) -> Weights:
+def load_outer(checkpoint: Tensors, dtype: np.dtype) -> Weights:
     """Everything outside the layers: embedding, head, final norm, output mix (query as [D])."""
     names = [
         spec.name for spec in dense_specs(checkpoint.config) if not spec.name.startswith("model.layers.")
@@ -35,7 +45,7 @@ def load_outer(checkpoint: Checkpoint, dtype: np.dtype) -> Weights:
     return {_key(name): _vector(name, checkpoint.load(name, dtype)) for name in names}
 
 
-def load_layer(checkpoint: Checkpoint, layer: int, dtype: np.dtype) -> LayerWeights:
+def load_layer(checkpoint: Tensors, layer: int, dtype: np.dtype) -> LayerWeights:
     """One layer without its routed experts.
 
     The three convolutions become one entry `taps` [3, P, W]; mixing queries stored as [1, D] become [D].

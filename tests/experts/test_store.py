@@ -203,17 +203,17 @@ def test_memory_that_cannot_be_had_makes_the_cache_smaller(checkpoint):
 
 
 def test_slots_of_another_owner(checkpoint):
-    class Owned:
-        threads = set()
+    threads = set()
 
+    class Owned:
         def allocate(self, nbytes):
-            self.threads.add(threading.get_ident())
+            threads.add(threading.get_ident())
             owner = np.zeros(nbytes + ALIGN + 8, np.uint8)
             view, start = aligned_view(owner[8:])
             return SlotMemory(view, owner, start + 8)
 
         def release(self, memory):
-            self.threads.add(threading.get_ident())
+            threads.add(threading.get_ident())
 
     store = ExpertStore(checkpoint, slots(checkpoint, 4), options(direct_io="on"), Owned())
     for held in store.fetch(2, range(9)):
@@ -223,7 +223,7 @@ def test_slots_of_another_owner(checkpoint):
             piece = held.memory.owner[start : start + part.nbytes]
             np.testing.assert_array_equal(piece.view(part.dtype).reshape(part.shape), held.parts[name])
     store.close()
-    assert Owned.threads == {threading.get_ident()}
+    assert threads == {threading.get_ident()}
 
 
 def slow_reads(monkeypatch, seconds, only=lambda offset: True):
@@ -392,6 +392,8 @@ def test_reads_that_keep_failing_are_an_error_with_the_place(checkpoint, monkeyp
                 r"\(Input/output error\) \(layer 1, expert \d, tried twice\)"  # fmt: skip
             with pytest.raises(ModelFilesError, match=message), store.request(1, [3, 4], in_order) as request:
                 list(request.groups())
+            while store.reading:
+                time.sleep(0.001)
         for held in store.fetch(1, range(9)):  # the disk is well again, and so is the store
             assert_holds(held, checkpoint, 1)
         store.close()

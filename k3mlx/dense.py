@@ -1,0 +1,169 @@
+"""Dense weights that do not all fit: some layers stay, the others are read ahead of each use and dropped.
+
+The use of layers is cyclic, so which ones stay is fixed when the model is loaded. Owns the reading and the
+order; what a layer's weights are is the caller's. Same bytes, same results.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from .checkpoint.names import layer_specs
+from .checkpoint.safetensors import NUMPY_DTYPES, TensorInfo
+from .checkpoint.snapshot import Checkpoint
+from .config import ModelConfig
+from .errors import K3Error
+from .experts.files import ExpertFiles
+from .experts.slots import ALIGN, round_up
+
+T = TypeVar("T")
+_WIDEN = 1 << 20  # numbers widened at a time
+
+
+@dataclass
+class DenseCounters:
+    """What reading layers at each use has cost."""
+
+    bytes_read: int = 0
+    read_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+
+class LayerRing(Sequence[T], Generic[T]):
+    """Layers by number: those of `resident` are loaded once, any other when it is next in turn.
+
+    One of the others is in use and one is being read, so two must fit beside the resident ones. `load(n)` is
+    called in a thread of this object for the others. One thread asks.
+    """
+
+    def __init__(self, load: Callable[[int], T], count: int, resident: Collection[int]) -> None:
+        self._load = load
+        self._count = count
+        self._kept = {n: load(n) for n in sorted(resident)}
+        self._streamed = [n for n in range(count) if n not in self._kept]
+        self._current: tuple[int, T] | None = None
+        self._ahead: tuple[int, Future[T]] | None = None
+        self._thread = ThreadPoolExecutor(1, "k3mlx-ahead") if self._streamed else None
+        self.wait_seconds = 0.0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            raise TypeError("layers are taken one at a time")
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        if index in self._kept:
+            return self._kept[index]
+        if self._current is None or self._current[0] != index:
+            self._current = None  # its memory is wanted
+            self._current = index, self._next(index)
+        return self._current[1]
+
+    def resident(self, layer: int) -> T | None:
+        """The layer if it is in memory for good."""
+        return self._kept.get(layer)
+
+    def close(self) -> None:
+        """Wait for a read in progress and let go of everything."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._ahead = self._current = None
+        self._kept.clear()
+
+    def _next(self, layer: int) -> T:
+        """A layer that is read at each use; starts to read the one after it."""
+        assert self._thread is not None, "a layer that is not resident has a thread to read it"
+        started = perf_counter()
+        if self._ahead is not None and self._ahead[0] != layer:
+            self._ahead[1].cancel()  # a pass was abandoned: what was read ahead is of no use now
+            self._ahead = None
+        future = self._ahead[1] if self._ahead is not None else self._thread.submit(self._load, layer)
+        self._ahead = None
+        weights = future.result()
+        self.wait_seconds += perf_counter() - started
+        if len(self._streamed) > 1:
+            following = self._streamed[(self._streamed.index(layer) + 1) % len(self._streamed)]
+            self._ahead = following, self._thread.submit(self._load, following)
+        return weights
+
+
+class DenseReader:
+    """Reads all dense tensors of a layer at once, with several threads, past the page cache if asked.
+
+    Stands in for a Checkpoint where a layer is put together (`config`, `load`).
+    """
+
+    def __init__(self, checkpoint: Checkpoint, threads: int, direct: bool) -> None:
+        self._checkpoint = checkpoint
+        self._files = ExpertFiles(checkpoint.stamps, direct)
+        self._pool = ThreadPoolExecutor(threads, "k3mlx-dense")
+        self.counters = DenseCounters()
+
+    def layer(self, layer: int, dtype: DTypeLike) -> LoadedTensors:
+        """The tensors of a layer as `Checkpoint.load` gives them. Raises ModelFilesError."""
+        started = perf_counter()
+        names = [spec.name for spec in layer_specs(self._checkpoint.config, layer)]
+        arrays = self._pool.map(lambda name: self._tensor(name, np.dtype(dtype)), names)
+        loaded = LoadedTensors(self._checkpoint.config, dict(zip(names, arrays, strict=True)))
+        self.counters.bytes_read += sum(self._checkpoint.tensors[name].nbytes for name in names)
+        self.counters.read_seconds += perf_counter() - started
+        return loaded
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._files.close()
+
+    def _tensor(self, name: str, dtype: np.dtype) -> NDArray:
+        info = self._checkpoint.tensors[name]
+        plain = type(info) is TensorInfo and info.dtype in ("BF16", "F32")
+        if not plain or dtype != np.float32 or name.endswith(".A_log"):
+            return self._checkpoint.load(name, dtype)
+        return read_float32(self._files, info)
+
+
+class LoadedTensors:
+    """Tensors in memory under the interface of a checkpoint; each is handed out once."""
+
+    def __init__(self, config: ModelConfig, arrays: dict[str, NDArray]) -> None:
+        self.config = config
+        self._arrays = arrays
+
+    def load(self, name: str, dtype: Any = np.float32) -> NDArray:
+        array = self._arrays.pop(name)
+        if array.dtype != dtype:
+            raise K3Error(f"{name} was loaded as {array.dtype}, expected {dtype}")
+        return array
+
+
+def read_float32(files: ExpertFiles, info: TensorInfo) -> NDArray[np.float32]:
+    """A BF16 or F32 tensor as float32, read into the memory of the result and widened there."""
+    count = info.nbytes // NUMPY_DTYPES[info.dtype].itemsize
+    if count == 0:
+        return np.empty(info.shape, np.float32)
+    shift = info.offset % ALIGN
+    # BF16 bits go to the upper end of twice their size: widened from the front, no bit is overwritten unread
+    first = round_up(info.nbytes + 2) if info.dtype == "BF16" else 0
+    memory = np.frombuffer(mmap.mmap(-1, first + round_up(shift + info.nbytes)), np.uint8)
+    files.read(info.path, info.offset, info.nbytes, memory[first:])
+    stored = memory[first + shift : first + shift + info.nbytes].view(NUMPY_DTYPES[info.dtype])
+    if info.dtype == "F32":
+        return stored.reshape(info.shape)
+    bits = memory[: 4 * count].view(np.uint32)
+    for start in range(0, count, _WIDEN):
+        chunk = slice(start, start + _WIDEN)
+        np.left_shift(stored[chunk], 16, out=bits[chunk], dtype=np.uint32)
+    return bits.view(np.float32).reshape(info.shape)

@@ -1,0 +1,171 @@
+"""What the operating system says of memory: how much could be had, how much this process has, and pressure.
+
+Every query gives None or a neutral answer where the system cannot say. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+WARN, CRITICAL = 1, 2  # levels of pressure; 0 is none
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+class Available(NamedTuple):
+    """Bytes that could be had now without pushing anything out, the bytes of the machine, and who says so."""
+
+    free: int
+    total: int
+    source: str
+
+
+def available_memory() -> Available | None:
+    """What this process could still take, within the machine and within its control group."""
+    if sys.platform == "darwin":
+        return _mac_available()
+    if sys.platform == "win32":
+        return _windows_available()
+    fields = _meminfo(_PROC / "meminfo")
+    if "MemAvailable" not in fields:
+        return None
+    found = Available(fields["MemAvailable"], fields["MemTotal"], "MemAvailable")
+    limit = _cgroup_room(_PROC / "self" / "cgroup", _CGROUPS)
+    if limit is not None and limit.free < found.free:
+        return limit
+    return found
+
+
+def footprint() -> int | None:
+    """Bytes of memory that this process has now: physical footprint on macOS, resident size elsewhere."""
+    if sys.platform == "darwin":
+        return _mac_footprint()
+    try:
+        pages = int((_PROC / "self" / "statm").read_bytes().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def pressure() -> int:
+    """0, WARN or CRITICAL: how short of memory the machine, or this process's control group, is."""
+    if sys.platform == "darwin":
+        level = _sysctl("kern.memorystatus_vm_pressure_level", ctypes.c_int)
+        return {2: WARN, 4: CRITICAL}.get(level or 1, 0)
+    room = available_memory()
+    if room is None:
+        return 0
+    if room.free < room.total // 50:
+        return CRITICAL
+    return WARN if room.free < room.total // 25 else 0
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    """/proc/meminfo in bytes."""
+    fields = {}
+    try:
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(":")
+            number = value.split()
+            if number and number[0].isdecimal():
+                fields[name] = int(number[0]) * 1024
+    except OSError:
+        return {}
+    return fields
+
+
+def _cgroup_room(membership: Path, root: Path) -> Available | None:
+    """What is left under the tightest memory limit of this process's control groups, of either version."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    tightest: Available | None = None
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            base, limit, usage, inactive = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, limit, usage, inactive = (
+                root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
+            )  # fmt: skip
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        while True:
+            most, used = _number(folder / limit), _number(folder / usage)
+            if most is not None and used is not None and most < 1 << 60:
+                free = most - max(0, used - _stat_field(folder / "memory.stat", inactive))
+                if tightest is None or free < tightest.free:
+                    tightest = Available(max(0, free), most, f"control group limit {folder / limit}")
+            if folder == base or base not in folder.parents:
+                break
+            folder = folder.parent
+    return tightest
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _stat_field(path: Path, name: str) -> int:
+    try:
+        for line in path.read_text().splitlines():
+            field, _, value = line.partition(" ")
+            if field == name:
+                return int(value)
+    except (OSError, ValueError):
+        return 0
+    return 0
+
+
+def _sysctl(name: str, kind: type[ctypes.c_int] | type[ctypes.c_uint64]) -> int | None:
+    value = kind()
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    system = ctypes.CDLL(None)
+    if system.sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0) != 0:
+        return None
+    return int(value.value)
+
+
+def _mac_available() -> Available | None:
+    """Free, speculative, purgeable and file-backed pages: what the system can hand over without writing."""
+    total, page = _sysctl("hw.memsize", ctypes.c_uint64), _sysctl("hw.pagesize", ctypes.c_uint64)
+    names = ("vm.page_free_count", "vm.page_speculative_count", "vm.page_pageable_external_count",
+             "vm.page_purgeable_count")  # fmt: skip
+    counts = [_sysctl(name, ctypes.c_int) for name in names]
+    if total is None or page is None or counts[0] is None:
+        return None
+    return Available(sum(count or 0 for count in counts) * page, total, "reclaimable pages")
+
+
+def _mac_footprint() -> int | None:
+    """`ri_phys_footprint` of proc_pid_rusage, the figure that Activity Monitor shows."""
+    fields = (ctypes.c_uint64 * 40)()  # rusage_info_v2: 16 bytes of uuid, then 64-bit counters
+    if ctypes.CDLL(None).proc_pid_rusage(os.getpid(), 2, ctypes.byref(fields)) != 0:
+        return None
+    return int(fields[2 + 7])
+
+
+def _windows_available() -> Available | None:
+    class Status(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_uint32), ("load", ctypes.c_uint32)] + [
+            (name, ctypes.c_uint64)
+            for name in ("total", "free", "page_total", "page_free", "total_v", "free_v", "extended")
+        ]
+
+    status = Status(length=ctypes.sizeof(Status))
+    kernel32 = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined, unused-ignore]
+    if not kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
+        return None
+    return Available(int(status.free), int(status.total), "available physical memory")

@@ -1,0 +1,140 @@
+"""Streaming never changes a bit: budgets, policies, threads, direct reads, overlap, lookahead, warm start."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import k3mlx
+from k3mlx.experts.policies import POLICIES
+from k3mlx.reference.moe import mix_experts, route_topk
+
+from .models import write_streaming_model
+
+PROMPT = [5, 9, 2, 60, 11, 7, 7, 31, 4, 18, 22, 40, 3]
+DEFAULTS = {
+    "expert_cache": 10**9,
+    "cache_policy": "lru",
+    "io_threads": 2,
+    "direct_io": "off",
+    "pipe": "on",
+    "lookahead": "off",
+    "warm_start": "off",
+}
+
+
+def outputs(folder, **options):
+    """All logits of a prompt and of ten greedy steps, the final state, and the report of experts."""
+    with k3mlx.load(folder, **(DEFAULTS | {"backend": "numpy", "prefill_step_size": 5} | options)) as engine:
+        session = engine.session()
+        rows = [session.feed(PROMPT, all_logits=True)]
+        for _ in range(10):
+            rows.append(session.feed([int(rows[-1].reshape(-1, rows[-1].shape[-1])[-1].argmax())])[None])
+        arrays = engine.backend.export_state(session.snapshot().state)
+        return [np.concatenate(rows), *arrays.values()], engine.report()["experts"]
+
+
+def assert_identical(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture(scope="module")
+def expected(streaming_folder):
+    return outputs(streaming_folder)[0]
+
+
+@pytest.fixture(scope="module")
+def payload(streaming_folder):
+    with k3mlx.load(streaming_folder, backend="numpy") as engine:
+        return engine.backend.store.payload
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("slots", [0, 3, 4, 14, 27], ids=lambda n: f"{n} slots")
+def test_budgets_and_policies(streaming_folder, expected, payload, slots, policy):
+    got, report = outputs(streaming_folder, expert_cache=slots * payload, cache_policy=policy)
+    assert_identical(got, expected)
+    assert report["policy"] == policy
+    assert (report["evictions"] > 0) == (slots < 27)
+
+
+@pytest.mark.parametrize(
+    ("threads", "direct", "pipe", "lookahead"),
+    [*itertools.product([1, 2, 8], ["on", "off"], ["on", "off"], ["off"]),
+     *itertools.product([1, 8], ["on"], ["on"], ["auto", 2, 9])],
+)  # fmt: skip
+def test_threads_direct_reads_overlap_and_lookahead(
+    streaming_folder, expected, payload, threads, direct, pipe, lookahead
+):
+    got, report = outputs(
+        streaming_folder, expert_cache=7 * payload, io_threads=threads, direct_io=direct, pipe=pipe,
+        lookahead=lookahead,
+    )  # fmt: skip
+    assert_identical(got, expected)
+    assert (report["io_threads"], report["direct_io"], report["pipe"]) == (threads, direct == "on", pipe == "on")
+    if lookahead == 9:  # every expert of the next layer, right ones among them
+        assert report["prefetch_useful_bytes"] > 0
+
+
+def test_warm_and_cold_start(streaming_folder, expected, payload, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for turn in ("cold", "warm"):
+        got, report = outputs(streaming_folder, expert_cache=20 * payload, warm_start="on")
+        assert_identical(got, expected)
+        assert (report["warm_bytes"] > 0) == (turn == "warm")
+    assert len(list((tmp_path / "k3mlx").iterdir())) == 1
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 13])
+def test_other_chunks_have_their_own_bits_but_only_one_of_them(streaming_folder, payload, chunk):
+    least, _ = outputs(streaming_folder, prefill_step_size=chunk, expert_cache=0)
+    most, _ = outputs(streaming_folder, prefill_step_size=chunk, io_threads=8)
+    assert_identical(least, most)
+
+
+def test_the_numpy_mixture_is_the_references(streaming_folder):
+    """Also when the outputs cannot be kept apart, so that experts come in the order of their ids."""
+    rng = np.random.default_rng(11)
+    with k3mlx.load(streaming_folder, backend="numpy", expert_cache=0) as engine:
+        config, experts = engine.config, engine.backend.model.experts
+        store, checkpoint = engine.backend.store, engine._checkpoint
+        for tokens in (1, 2, 30):
+            x = rng.standard_normal((tokens, config.hidden_size)).astype(np.float32)
+            latent = rng.standard_normal((tokens, config.routed_expert_hidden_size)).astype(np.float32)
+            ids, weights = route_topk(x, rng.standard_normal((9, x.shape[1])).astype(np.float32),
+                                      np.zeros(9, np.float32), 3, 1.5)  # fmt: skip
+            for layer in (1, 3):
+                wanted = mix_experts(
+                    latent, ids, weights,
+                    lambda chosen, layer=layer: ((e, checkpoint.load_expert(layer, e)) for e in chosen),
+                    config.activation_situ_beta, config.activation_situ_linear_beta,
+                )  # fmt: skip
+                np.testing.assert_array_equal(experts.start(layer, x, ids, weights)(latent), wanted)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr("k3mlx.experts.compute.SUMMANDS_MAX", 0)
+                    np.testing.assert_array_equal(experts.start(layer, x, ids, weights)(latent), wanted)
+        assert store.counters.evictions > 0
+
+
+def test_a_prompt_reads_each_expert_of_a_layer_once(streaming_folder, payload, tmp_path):
+    trace = tmp_path / "trace"
+    _, report = outputs(
+        streaming_folder, expert_cache=4 * payload, prefill_step_size=64, expert_trace=trace
+    )
+    from k3mlx.experts.trace import read_trace
+
+    sizes, routings = read_trace(trace)
+    assert sizes == {"experts": 9, "per_token": 3}
+    first = list(itertools.islice(routings, 3))
+    assert [(r.layer, len(r.ids)) for r in first] == [(1, 13), (2, 13), (3, 13)]
+    with k3mlx.load(streaming_folder, **DEFAULTS | {"expert_cache": 4 * payload, "backend": "numpy"}) as engine:
+        engine.session().feed(PROMPT)
+        distinct = sum(len(np.unique(r.ids)) for r in first)
+        assert engine.report()["experts"]["bytes_read"] == distinct * payload
+
+
+def test_two_models_share_a_seed_but_not_their_bytes(tmp_path, expected):
+    """The comparison above can fail: another model has other logits."""
+    other, _ = outputs(write_streaming_model(tmp_path, seed=6))
+    assert other[0].shape != expected[0].shape or (other[0] != expected[0]).any()
