@@ -22,29 +22,33 @@ const int index = int(thread_index_in_threadgroup);
 const int lane = int(thread_index_in_simdgroup);
 const int group = int(simdgroup_index_in_threadgroup);
 
-float dots[MAX_SOURCES];
-float squares[MAX_SOURCES];
+float directions[OWNED];
+float ahead[OWNED];  // components of the next source
 #pragma unroll
-for (int j = 0; j < MAX_SOURCES; ++j) {
-  dots[j] = 0.0f;
-  squares[j] = 0.0f;
+for (int n = 0; n < OWNED; ++n) {
+  const int i = index + n * THREADS;
+  directions[n] = i < WIDTH ? float(norm[i]) * float(query[i]) : 0.0f;
 }
-for (int i = index; i < WIDTH; i += THREADS) {
-  const float direction = float(norm[i]) * float(query[i]);
+for (int j = -1; j <= frozen; ++j) {
+  float dot = 0.0f;
+  float square = 0.0f;
   #pragma unroll
-  for (int j = 0; j < MAX_SOURCES; ++j) {
-    if (j <= frozen) {
-      const float x = j < frozen ? float(blocks[(j * tokens + token) * WIDTH + i]) : float(partial[token * WIDTH + i]);
-      dots[j] += direction * x;
-      squares[j] += x * x;
+  for (int n = 0; n < OWNED; ++n) {
+    const float x = j < 0 ? 0.0f : ahead[n];
+    dot += directions[n] * x;
+    square += x * x;
+  }
+  if (j < frozen) {
+    auto next = j + 1 < frozen ? blocks + ((j + 1) * tokens + token) * WIDTH : partial + token * WIDTH;
+    #pragma unroll
+    for (int n = 0; n < OWNED; ++n) {
+      const int i = index + n * THREADS;
+      ahead[n] = i < WIDTH ? float(next[i]) : 0.0f;
     }
   }
-}
-#pragma unroll
-for (int j = 0; j < MAX_SOURCES; ++j) {
-  if (j <= frozen) {
-    const float dot_sum = metal::simd_sum(dots[j]);
-    const float square_sum = metal::simd_sum(squares[j]);
+  if (j >= 0) {
+    const float dot_sum = metal::simd_sum(dot);
+    const float square_sum = metal::simd_sum(square);
     if (lane == 0) {
       s_dot[j * SIMD_GROUPS + group] = dot_sum;
       s_square[j * SIMD_GROUPS + group] = square_sum;
@@ -79,22 +83,28 @@ for (int j = 0; j < MAX_SOURCES; ++j) {
 }
 
 float own[OWNED];
+#pragma unroll
+for (int n = 0; n < OWNED; ++n) {
+  own[n] = 0.0f;
+}
+#pragma unroll
+for (int j = 0; j < MAX_SOURCES; ++j) {
+  if (j <= frozen) {
+    auto source = j < frozen ? blocks + (j * tokens + token) * WIDTH : partial + token * WIDTH;
+    const float weight = weights[j] / total;
+    #pragma unroll
+    for (int n = 0; n < OWNED; ++n) {
+      const int i = index + n * THREADS;
+      own[n] += i < WIDTH ? weight * float(source[i]) : 0.0f;
+    }
+  }
+}
 float square = 0.0f;
 #pragma unroll
 for (int n = 0; n < OWNED; ++n) {
   const int i = index + n * THREADS;
-  own[n] = 0.0f;
+  square += own[n] * own[n];
   if (i < WIDTH) {
-    float sum = 0.0f;
-    #pragma unroll
-    for (int j = 0; j < MAX_SOURCES; ++j) {
-      if (j <= frozen) {
-        const float x = j < frozen ? float(blocks[(j * tokens + token) * WIDTH + i]) : float(partial[token * WIDTH + i]);
-        sum += weights[j] * x;
-      }
-    }
-    own[n] = sum / total;
-    square += own[n] * own[n];
     mixed[token * WIDTH + i] = TYPE(own[n]);
   }
 }

@@ -16,20 +16,3 @@ inline float k3_silu(float x) {
 inline float k3_inverse_root(float x) {
   return 1.0f / metal::precise::sqrt(x);
 }
-
-// Sample s of the sequence (window rows, then new rows) of one channel. `rows` counts the window's rows.
-template <typename Window, typename Rows>
-inline float k3_sample(Window window, Rows fresh, int s, int rows, int stride) {
-  return s < rows ? float(window[s * stride]) : float(fresh[(s - rows) * stride]);
-}
-
-// Causal depthwise convolution of one channel at new row t; tap 0 meets the oldest sample.
-template <int WIDTH, typename Window, typename Rows, typename Taps>
-inline float k3_short_conv(Window window, Rows fresh, Taps taps, int t, int stride) {
-  float sum = 0.0f;
-  #pragma unroll
-  for (int tap = 0; tap < WIDTH; ++tap) {
-    sum += k3_sample(window, fresh, t + tap, WIDTH - 1, stride) * float(taps[tap]);
-  }
-  return sum;
-}

@@ -28,6 +28,10 @@ inline float simd_shuffle_xor(float x, unsigned short mask) {
   return __shfl_xor_sync(0xffffffffu, x, mask);
 }
 
+inline float simd_shuffle(float x, unsigned short lane) {
+  return __shfl_sync(0xffffffffu, x, lane);
+}
+
 inline float max(float a, float b) {
   return fmaxf(a, b);
 }

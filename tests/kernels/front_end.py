@@ -54,6 +54,7 @@ float simd_sum(float);
 uint simd_max(uint);
 uint simd_min(uint);
 float simd_shuffle_xor(float, ushort);
+float simd_shuffle(float, ushort);
 float max(float, float);
 float min(float, float);
 int max(int, int);
