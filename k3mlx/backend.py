@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .blas import BlasThreads
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
 from .dense import DenseCounters, DenseReader, LayerRing
@@ -90,6 +91,7 @@ class NumpyBackend:
             raise UsageError(f"dtype is {dtype!r}, expected float32 or float64 on the numpy backend")
         self.config = checkpoint.config
         self.dtype = dtype
+        self._blas = BlasThreads(self.config.hidden_size)
         self.store = ExpertStore(checkpoint, expert_cache, streaming)
         self._reader = DenseReader(checkpoint, self.store.options.io_threads, self.store.files.direct)
         item, count = np.dtype(dtype), self.config.num_hidden_layers
@@ -147,6 +149,7 @@ class NumpyBackend:
         self.store.close()
         self._ring.close()
         self._reader.close()
+        self._blas.restore()
 
     def _router(self, layer: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Gate and bias of a layer whose weights are in memory, for looking ahead."""
