@@ -111,7 +111,7 @@ class Served:
         return self.openai.chat.completions.create(model="default", messages=messages, **options)
 
     def post(self, path="/v1/chat/completions", **body):
-        return self.http.post(path, json=body)
+        return self.http.post(path, content=json.dumps(body))
 
     def metric(self, name: str) -> float:
         text = self.http.get("/metrics").text
@@ -169,7 +169,7 @@ def scripted(roomy_model):
 @pytest.fixture
 def random_server(roomy_model):
     """A server in this process with the random model."""
-    with in_process(lambda: k3mlx.load(roomy_model), limits=Limits(body_bytes=1_000_000)) as served:
+    with in_process(lambda: k3mlx.load(roomy_model), limits=Limits(body_bytes=1_000_000, max_tokens=4)) as served:
         yield served
 
 
