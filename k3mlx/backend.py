@@ -91,7 +91,6 @@ class NumpyBackend:
             raise UsageError(f"dtype is {dtype!r}, expected float32 or float64 on the numpy backend")
         self.config = checkpoint.config
         self.dtype = dtype
-        self._blas = BlasThreads(self.config.hidden_size)
         self.store = ExpertStore(checkpoint, expert_cache, streaming)
         self._reader = DenseReader(checkpoint, self.store.options.io_threads, self.store.files.direct)
         item, count = np.dtype(dtype), self.config.num_hidden_layers
@@ -105,6 +104,7 @@ class NumpyBackend:
         self.model = ReferenceModel(checkpoint, experts, item, self._ring)
         self._expert_format = "mxfp4" if checkpoint.mxfp4 else dtype
         self._calls: Counter[str] = Counter()
+        self._blas = BlasThreads(self.config.hidden_size)
 
     def new_state(self) -> State:
         return self.model.new_state()
