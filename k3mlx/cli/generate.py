@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .interrupt import interruptible
 from .options import (
     add_model_options,
     add_sampling_options,
@@ -22,7 +21,9 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from k3mlx.engine import Engine
     from k3mlx.generation import Completion, Piece
+    from k3mlx.kept import KeptSessions
 
 HELP = "answer one prompt; the answer goes to stdout, thinking and the report to stderr"
 
@@ -40,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hide-thinking", action="store_true", help="let it think, but do not show it")
     parser.add_argument(
         "--json", metavar="FILE", help="write one object with text, ids and report; - is stdout"
+    )
+    parser.add_argument(
+        "--prompt-cache-file",
+        metavar="FILE",
+        help="do not read again what this file has read of the prompt, and write it at the end",
     )
     add_sampling_options(parser)
     add_model_options(parser)
@@ -63,12 +69,15 @@ def run(args: argparse.Namespace) -> int:
         system = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
         messages = [*system, {"role": "user", "content": prompt}]
         asked = {"messages": messages, "thinking": not args.no_thinking, "effort": args.effort}
-    with open_engine(args) as engine, _interruptible() as interrupted:
+    with open_engine(args) as engine, interruptible() as interrupted:
         printer = _Printer(quiet=args.json == "-", hide_thinking=args.hide_thinking)
+        kept = _read_cache(args.prompt_cache_file, engine)
         pieces = stream_generate(
-            engine, **asked, **sampling_arguments(args), should_stop=lambda: bool(interrupted)
+            engine, **asked, **sampling_arguments(args), kept=kept, should_stop=lambda: bool(interrupted)
         )
         completion = printer.show(pieces)
+        if kept is not None:
+            kept.resume([*completion.prompt_ids, *completion.ids]).save(args.prompt_cache_file)
     if args.verbose:
         note(parts_table(completion.report["parts"]))
     note(report_line(completion))
@@ -77,6 +86,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         _write_json(args.json, completion)
     return 130 if completion.finish_reason == "cancelled" else 0
+
+
+def _read_cache(file: str | None, engine: Engine) -> KeptSessions | None:
+    """What earlier runs have read, if that is kept in a file; the file need not be there yet."""
+    from k3mlx.kept import KeptSessions
+
+    if file is None:
+        return None
+    kept = KeptSessions(engine, sys.maxsize)
+    if Path(file).exists():
+        kept.keep(engine.load_session(file))
+    return kept
 
 
 class _Printer:
@@ -111,24 +132,6 @@ class _Printer:
     def _finish(self, channel: str, ends_line: bool) -> None:
         if channel and not ends_line:
             self._write(channel, "\n")
-
-
-@contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """A list that is filled by the first Ctrl-C; the second one interrupts for good."""
-    interrupts: list[int] = []
-
-    def on_interrupt(number: int, frame: object) -> None:
-        if interrupts:
-            raise KeyboardInterrupt
-        interrupts.append(number)
-        note("\nstopping; once more to stop at once")
-
-    previous = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def report_line(completion: Completion) -> str:
