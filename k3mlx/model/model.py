@@ -7,7 +7,7 @@ run on while the routed ones compute. Source: model specification §2; numerics 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -30,7 +30,7 @@ from .slots import ExpertBytes
 from .state import KdaState, LatentCache, State, Update
 from .weights import LayerWeights, Loader
 
-HEAD_ROWS = 1 << 13  # rows of the head widened to float32 at once
+HEAD_ELEMENTS = 1 << 26  # numbers of the head widened to float32 at once
 DEADLINE_SECONDS = 120.0  # for an evaluation of any size
 PRODUCTS_PER_SECOND = {"cpu": 1e8, "metal": 1e10, "cuda": 1e10}  # far below what any of them does
 
@@ -193,13 +193,19 @@ class MlxModel:
         wide = latent.astype(mx.float32)
         weights_read = sum(array.size for array in (*w.values(), *self.layers[layer].attention.values()))
         seconds = self._deadline(x.shape[0], weights_read)
-        room.evaluate(f"layer {layer}: attention and router", [ids, scores, flags, wide, pending], seconds)
+        guess = self._guess(layer, x)
+        room.evaluate(
+            f"layer {layer}: attention and router", [ids, scores, flags, wide, pending, guess], seconds
+        )
         if np.array(flags).any() and probe is None:
             raise K3Error(f"layer {layer}: a router score is NaN: the weights are damaged")
         chosen, weights = np.array(ids), np.array(scores)
         apart = keeps_apart(chosen, config.routed_expert_hidden_size)
+        self._store.routed(layer, chosen)
         request = self._store.request(layer, np.unique(chosen).tolist(), in_order=not apart)
         with request:  # reads are on their way
+            for likely in guess:
+                self._store.guess(layer + 1, np.array(likely)[0].tolist())
             room.enter("shared_experts")
             shared = self._mlp(x, w, _prefixed(probe, "moe.shared."), "shared_experts.")
             mx.async_eval(shared)
@@ -211,6 +217,15 @@ class MlxModel:
         stages = (("latent", latent), ("mixed", mixed), ("norm", routed), ("up", up), ("shared", shared))
         _show(_prefixed(probe, "moe."), ("ids", ids), ("weights", scores), *stages)
         return up + shared
+
+    def _guess(self, layer: int, x: mx.array) -> list[mx.array]:
+        """Likely experts [T, k] of the next layer, by its router on this layer's input; [] if not wanted."""
+        following = layer + 1
+        if following == self.config.num_hidden_layers or not self._store.streams:
+            return []
+        if not self._store.lookahead.wanted(layer, x.shape[0]):
+            return []
+        return [self._route(x, self.layers[following].ffn)[0]]
 
     def _route(self, x: mx.array, w: Weights) -> tuple[mx.array, mx.array, mx.array]:
         """ids [T, k], weights [T, k] and flags [T] of the chosen experts; logits in float32."""
@@ -254,7 +269,8 @@ class MlxModel:
             self.config.rms_norm_eps, outer["model.norm"],
         )  # fmt: skip
         self.room.enter("head")
-        logits = head(y, outer["lm_head"])
+        seconds = self._deadline(y.shape[0], self.config.vocab_size * self.config.hidden_size)
+        logits = head(y, outer["lm_head"], lambda block: self.room.evaluate("the head", block, seconds))
         _show(probe, ("output_mix", mixed), ("final_norm", y), ("logits", logits))
         return logits
 
@@ -263,13 +279,20 @@ class MlxModel:
         return DEADLINE_SECONDS + tokens * products / PRODUCTS_PER_SECOND[self.room.kind]
 
 
-def head(y: mx.array, w: Matrix) -> mx.array:
-    """Logits [T, V] in float32 of y [T, D]; bf16 rows of w are widened a block at a time, never as a whole."""
-    if not isinstance(w, mx.array) or w.dtype == mx.float32:
-        return linear(y.astype(mx.float32), w).astype(mx.float32)
+def head(y: mx.array, w: Matrix, evaluate: Callable[[list[mx.array]], None]) -> mx.array:
+    """Logits [T, V] in float32 of y [T, D].
+
+    bf16 rows of w are widened a block at a time, each evaluated before the next, so they never exist as a whole.
+    """
     y = y.astype(mx.float32)
-    starts = range(0, w.shape[0], HEAD_ROWS)
-    return mx.concatenate([y @ w[i : i + HEAD_ROWS].astype(mx.float32).T for i in starts], axis=1)
+    if isinstance(w, Quantized) or w.dtype == mx.float32:
+        return linear(y, w).astype(mx.float32)
+    step = max(1, HEAD_ELEMENTS // w.shape[1])
+    blocks = []
+    for start in range(0, w.shape[0], step):
+        blocks.append(y @ w[start : start + step].astype(mx.float32).T)
+        evaluate(blocks[-1:])
+    return mx.concatenate(blocks, axis=1)
 
 
 def _format(w: Any) -> str:
