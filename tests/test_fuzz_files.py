@@ -18,8 +18,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from k3mlx.checkpoint.mlx_lm import open_checkpoint
 from k3mlx.checkpoint.safetensors import read_header
-from k3mlx.checkpoint.snapshot import Checkpoint, read_tensor
+from k3mlx.checkpoint.snapshot import read_tensor
 from k3mlx.checkpoint.writer import INDEX_NAME
 from k3mlx.config import load_config
 from k3mlx.errors import K3Error
@@ -161,7 +162,7 @@ class Target:
         assert message is None or len(message.splitlines()) <= 11
 
     def read_all(self) -> None:
-        with Checkpoint.open(self.folder) as checkpoint:
+        with open_checkpoint(self.folder) as checkpoint:
             for name in checkpoint.tensors:
                 checkpoint.raw(name)
             for layer in filter(checkpoint.config.is_moe, range(checkpoint.config.num_hidden_layers)):

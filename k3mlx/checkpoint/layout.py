@@ -36,6 +36,7 @@ def find_layout(folder: Path) -> Layout:
         return _read_index(folder, index)
     single = folder / SINGLE_NAME
     if os.path.lexists(single):
+        check_link(folder, single)
         stat_file(single)
         return Layout({SINGLE_NAME: single}, None, {}, None)
     present = len(list(folder.glob("*.safetensors")))

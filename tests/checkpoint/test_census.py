@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from k3mlx.checkpoint.findings import Findings
+from k3mlx.checkpoint.layout import find_layout
 from k3mlx.checkpoint.safetensors import read_header
 from k3mlx.checkpoint.snapshot import Checkpoint, read_tensor
 from k3mlx.checkpoint.untrusted import shown
@@ -494,3 +495,5 @@ def test_entry_file_that_leaves_the_snapshot(tmp_path: Path, name: str) -> None:
     (folder / name).symlink_to(tmp_path / name)
     (line,) = findings(folder)
     assert "outside the snapshot" in line
+    with pytest.raises(ModelFilesError, match="outside the snapshot"):
+        find_layout(folder)

@@ -99,6 +99,8 @@ def test_file_cut_at_any_byte(path: Path) -> None:
         ({"a": entry(0, 1, dtype="F8_E4M3")}, "dtype 'F8_E4M3', expected one of BF16, F16, F32"),
         ({"a": {"dtype": ["U8"], "shape": [1], "data_offsets": [0, 1]}}, "described as"),
         ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 2]}}, "described as"),
+        ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1.0]}}, "described as"),
+        ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [False, 1]}}, "described as"),
         ({"a": entry(0, 8, shape=[7])}, "has 8 bytes, expected 7 for U8 \\[7\\]"),
         ({"a": entry(0, 8, "F32", [1, 3])}, "has 8 bytes, expected 12"),
         ({"a": entry(0, 8, "F32", [1 << 61, 1 << 61])}, "has 8 bytes, expected 2126764793255865"),
