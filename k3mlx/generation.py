@@ -305,8 +305,8 @@ def _feed_prompt(
 ) -> np.ndarray:
     """Logits [V] after the prompt's ids from `cached` on; pauses where a kept session is worth having."""
     at, total = cached, len(prompt.ids)
-    pauses = [] if kept is None else prompt.pauses(session.engine.prefill_step_size)
-    for end in [*(pause for pause in pauses if cached < pause < total), total]:
+    pauses = [] if kept is None else prompt.pauses(session.engine.prefill_step_size, cached)
+    for end in [*(pause for pause in pauses if pause < total), total]:
 
         def on_pass(fed: int, start: int = at) -> None:
             if on_progress is not None:

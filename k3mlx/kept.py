@@ -20,6 +20,8 @@ from .errors import K3Error
 if TYPE_CHECKING:
     from .engine import Engine, Session, Snapshot
 
+NEAR = 8  # ids; a shorter pass is not worth its snapshot
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -36,16 +38,19 @@ class Prompt:
     shared: int = 0
     opener: int = 0
 
-    def pauses(self, step: int) -> list[int]:
+    def pauses(self, step: int, known: int = 0) -> list[int]:
         """The borders at which a snapshot is worth an extra pass, rising.
 
         After the leading system messages (other conversations begin alike), before and after the last
-        message (it may be edited, or answered again), and others at least `step` ids apart.
+        message (it may be edited, or answered again), and others at least `step` ids apart. None within
+        a few ids of the `known` ones that are read already.
         """
         wanted = {*self.borders[-2:], *self.borders[self.shared - 1 : self.shared]}
         chosen: list[int] = []
         for border in self.borders:
-            if border in wanted or border - (chosen[-1] if chosen else 0) >= step:
+            if border < known + NEAR:
+                continue
+            if border in wanted or border - (chosen[-1] if chosen else known) >= step:
                 chosen.append(border)
         return chosen
 
