@@ -317,10 +317,11 @@ def test_tag_of_the_largest_size_counts() -> None:
         assert parsed("response", signed(f"a{tag}b"))[0].content == marked(content)
 
 
-def seconds(stream: list[bytes | str], stream_arguments: bool = False) -> float:
-    started = time.perf_counter()
+def seconds(stream: list[bytes | str], stream_arguments: bool) -> float:
+    """CPU time of parsing, which other programs on the machine do not change much."""
+    started = time.thread_time()
     parsed("response", stream, stream_arguments)
-    return time.perf_counter() - started
+    return time.thread_time() - started
 
 
 @pytest.mark.parametrize(
@@ -333,18 +334,15 @@ def seconds(stream: list[bytes | str], stream_arguments: bool = False) -> float:
         ["<|sep|>"] * 64,
         signed("(tools·" + call(argument("x" * 32)) * 2),
     ],
+    ids=["text", "open tags", "attributes", "tags", "stray ends", "calls"],
 )
+@pytest.mark.parametrize("inside", ["", BEFORE], ids=["in the answer", "in a value"])
 @pytest.mark.parametrize("stream_arguments", [False, True])
-def test_time_grows_with_length_only(unit: list[bytes | str], stream_arguments: bool) -> None:
-    short = min(seconds(unit * 50, stream_arguments) for _ in range(3))
-    long = min(seconds(unit * 800, stream_arguments) for _ in range(2))
-    assert long < 16 * short * 4 + 0.1
-
-
-def test_time_of_one_long_value() -> None:
-    stream = [*signed(BEFORE), *[b"x"] * 200_000, *signed(AFTER)]
-    assert seconds(stream) < 5
-    assert seconds(stream, stream_arguments=True) < 5
+def test_time_grows_with_length_only(unit: list[bytes | str], inside: str, stream_arguments: bool) -> None:
+    streams = [[*signed(inside), *unit * times, *signed(AFTER)] for times in (50, 500)]
+    short = min(seconds(streams[0], stream_arguments) for _ in range(3))
+    long = min(seconds(streams[1], stream_arguments) for _ in range(2))
+    assert long < 10 * short * 4 + 0.3, f"10 times the input took {long / short:.0f} times as long"
 
 
 TAGS = ["think", "response", "tools", "message", "call", "argument", "json", "foo", " think ", ""]
@@ -364,7 +362,7 @@ PIECE = st.one_of(
     st.randoms(use_true_random=False),
     st.booleans(),
 )
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_anything_is_parsed_the_same_in_any_chunks(
     start: str, stream: list[bytes | str], rng: random.Random, stream_arguments: bool
 ) -> None:
