@@ -166,9 +166,7 @@ class StreamDecoder:
 
     def flush(self) -> str:
         """What is left when the channel ends: U+FFFD for an unfinished character, else nothing."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return rest
+        return self._decoder.decode(b"", final=True)
 
 
 def check_text(text: str, what: str) -> None:
