@@ -189,8 +189,7 @@ class MlxBackend:
             with mx.stream(self.room.stream):
                 return *self.model.step(ids, state, all_logits, hooks), None
         except _InCallback as error:
-            assert error.__cause__ is not None
-            raise error.__cause__ from None
+            raise error.cause from None
         except (K3Error, MemoryError):
             raise
         except Exception as error:
@@ -212,6 +211,9 @@ class MlxBackend:
 
 class _InCallback(Exception):
     """Something that the caller's own function raised, which is no failure of the model."""
+
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
 
 
 def _with_ids(what: str, ids: Sequence[int]) -> EndOfRun:
@@ -269,6 +271,6 @@ def _guarded(hooks: Hooks, call: Call) -> Hooks:
         except K3Error:
             raise
         except Exception as error:
-            raise _InCallback from error
+            raise _InCallback(error) from error
 
     return replace(hooks, before_layer=before_layer)
