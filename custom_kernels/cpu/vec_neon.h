@@ -1,12 +1,14 @@
-/* NEON (AArch64): 4 lanes; 4-bit codes become bytes by a table look-up, then floats. */
+/* NEON (AArch64): 4 lanes; two table look-ups give the upper two bytes of the floats of 4-bit codes. */
 #include <arm_neon.h>
 
 #define ISA_SYMBOL k3_isa_neon
 #define ISA_NAME "neon"
 #define UNROLL _Pragma("GCC unroll 8")
-enum { VL = 4, MR = 4, NT = 5, MR1 = 4, UNIT = 32, REORDERS = 0 };
+enum { VL = 4, MR = 4, NT = 5, MR1 = 4, UNIT = 32, REORDERS = 1 };
 typedef float32x4_t vf;
-typedef int8x16_t vtable;
+typedef struct {
+    uint8x16_t upper, lower; /* the bytes 3 and 2 of the code's float; the others are zero */
+} vtable;
 
 INLINE vf v_zero(void) { return vdupq_n_f32(0); }
 INLINE vf v_load(const float *p) { return vld1q_f32(p); }
@@ -15,28 +17,31 @@ INLINE vf v_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 INLINE float v_sum(vf a) { return vaddvq_f32(a); }
 
 INLINE vtable v_table(const float *codes) {
-    int8_t bytes[16];
-    for (int i = 0; i < 16; i++) bytes[i] = (int8_t)codes[i];
-    return vld1q_s8(bytes);
+    uint8_t upper[16], lower[16];
+    for (int i = 0; i < 16; i++) {
+        upper[i] = (uint8_t)(bits_of_float(codes[i]) >> 24);
+        lower[i] = (uint8_t)(bits_of_float(codes[i]) >> 16);
+    }
+    return (vtable){vld1q_u8(upper), vld1q_u8(lower)};
 }
 
-INLINE int64_t v_position(int64_t c) { return c; }
+/* A unit of 32 columns is 16 bytes: the low nibbles, even columns, make four vectors, the high ones the other four. */
+INLINE int64_t v_position(int64_t c) { return (c & ~31) + (c & 1) * 16 + (c >> 1 & 15); }
 
-INLINE void floats16(int8x16_t codes, vf *w) {
-    int16x8_t low = vmovl_s8(vget_low_s8(codes)), high = vmovl_high_s8(codes);
-    w[0] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(low)));
-    w[1] = vcvtq_f32_s32(vmovl_high_s16(low));
-    w[2] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(high)));
-    w[3] = vcvtq_f32_s32(vmovl_high_s16(high));
+INLINE void floats16(uint8x16_t codes, vtable table, vf *w) {
+    uint8x16_t upper = vqtbl1q_u8(table.upper, codes), lower = vqtbl1q_u8(table.lower, codes);
+    uint16x8_t first = vreinterpretq_u16_u8(vzip1q_u8(lower, upper));
+    uint16x8_t last = vreinterpretq_u16_u8(vzip2q_u8(lower, upper));
+    w[0] = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(first), 16));
+    w[1] = vreinterpretq_f32_u32(vshll_high_n_u16(first, 16));
+    w[2] = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(last), 16));
+    w[3] = vreinterpretq_f32_u32(vshll_high_n_u16(last, 16));
 }
 
-/* 32 codes in column order, as floats. */
 INLINE void codes32(const uint8_t *p, vtable table, vf *w) {
     uint8x16_t d = vld1q_u8(p);
-    int8x16_t even = vqtbl1q_s8(table, vandq_u8(d, vdupq_n_u8(15)));
-    int8x16_t odd = vqtbl1q_s8(table, vshrq_n_u8(d, 4));
-    floats16(vzip1q_s8(even, odd), w);
-    floats16(vzip2q_s8(even, odd), w + 4);
+    floats16(vandq_u8(d, vdupq_n_u8(15)), table, w);
+    floats16(vshrq_n_u8(d, 4), table, w + 4);
 }
 
 INLINE void v_mxfp4(const uint8_t *p, const float *s, vtable table, vf *w) {

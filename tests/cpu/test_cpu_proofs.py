@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 HARNESS = Path(__file__).with_name("harness.c")
 SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZE_THREADS = ["-O1", "-g", "-fsanitize=thread"]
 
 
 def build_harness(folder: Path, compiler: str, units: list[tuple[str, list[str]]], flags: list[str]) -> Path:
@@ -131,6 +132,13 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "neon"])
 def test_address_and_undefined_behaviour_sanitizers(sanitized, tmp_path, isa):
     run_and_check([str(sanitized)], isa, tmp_path)
+
+
+def test_thread_sanitizer(tmp_path):
+    """The pool changes its size from case to case."""
+    machine = platform.machine().replace("arm64", "aarch64")
+    program = build_harness(tmp_path, "cc", all_units(machine), SANITIZE_THREADS)
+    run_and_check([str(program)], "portable", tmp_path)
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2"])
