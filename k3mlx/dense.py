@@ -145,7 +145,7 @@ class LoadedTensors:
     def load(self, name: str, dtype: Any = np.float32) -> NDArray:
         array = self._arrays.pop(name)
         if array.dtype != dtype:
-            raise K3Error(f"{name} was loaded as {array.dtype}, expected {dtype}")
+            raise K3Error(f"{name} was loaded as {array.dtype}, expected {np.dtype(dtype)}")
         return array
 
 

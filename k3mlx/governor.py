@@ -73,18 +73,16 @@ def plan_memory(
     Raises ResourceError, naming the smallest budget that works, when this one does not.
     """
     if memory is None:
-        budget, source = _automatic(needs.process)
+        budget, stable, source = _automatic(needs.process)
     else:
-        budget, source = memory, "as asked"
-    chosen = chunk or _chunk(needs, budget)
+        budget, stable, source = memory, memory, "as asked"
+    chosen = chunk or _chunk(needs, budget, stable)
     slot = needs.expert + needs.padding
     slots = needs.least if expert_cache is None else _slots(needs, expert_cache)
-    activations = needs.activations(chosen)
-    reserve = _reserve(needs, budget)
-    fixed = needs.process + needs.state + activations + reserve + slots * slot
-    least = fixed + needs.streamed_least
-    if least > budget:
+    if _least(needs, budget, chosen, slots) > budget:
         raise ResourceError(_refusal(needs, budget, source, chunk, expert_cache))
+    activations, reserve = needs.activations(chosen), _reserve(needs, budget)
+    fixed = needs.process + needs.state + activations + reserve + slots * slot
     resident = _resident(needs, budget - fixed)
     weights, streamed = _weights(needs, resident)
     left = budget - (fixed - slots * slot) - weights
@@ -108,12 +106,31 @@ def plan_memory(
 def smallest_memory(needs: Needs, chunk: int | None = None, expert_cache: int | None = None) -> int:
     """The smallest budget that `plan_memory` accepts."""
     slots = needs.least if expert_cache is None else _slots(needs, expert_cache)
-    fixed = needs.process + needs.state + needs.activations(chunk or LADDER[0]) + needs.streamed_least
-    fixed += slots * (needs.expert + needs.padding)
-    low = fixed + _reserve(needs, fixed)
-    while low < fixed + _reserve(needs, low):
-        low = fixed + _reserve(needs, low)
-    return low
+    found = []
+    for size in (chunk,) if chunk else LADDER:
+        budget = _solve(needs, size, slots)
+        if not chunk:  # not before this size is the one that is chosen
+            alone = _solve(needs, size, needs.least)
+            least = 0 if size == LADDER[0] else CHUNK_SHARE * needs.activations(size)
+            budget = max(budget, alone, least)
+            if _chunk(needs, budget, budget) != size:
+                continue
+        found.append(budget)
+    return min(found)
+
+
+def _least(needs: Needs, budget: int, chunk: int, slots: int) -> int:
+    """What a run takes that keeps as little as it can, within a process of `budget` bytes."""
+    fixed = needs.process + needs.state + needs.activations(chunk) + _reserve(needs, budget)
+    return fixed + needs.streamed_least + slots * (needs.expert + needs.padding)
+
+
+def _solve(needs: Needs, chunk: int, slots: int) -> int:
+    """The smallest budget with room for its own least; the reserve grows with it, by a small part."""
+    budget = 0
+    while (least := _least(needs, budget, chunk, slots)) > budget:
+        budget = least
+    return budget
 
 
 def _reserve(needs: Needs, budget: int) -> int:
@@ -121,9 +138,18 @@ def _reserve(needs: Needs, budget: int) -> int:
     return needs.scratch(budget) + max(48 << 20, budget // 32)
 
 
-def _chunk(needs: Needs, budget: int) -> int:
-    share = budget // CHUNK_SHARE
-    return max((size for size in LADDER if needs.activations(size) <= share), default=LADDER[0])
+def _chunk(needs: Needs, budget: int, stable: int) -> int:
+    """The largest size whose activations take no more than their share and fit beside the smallest cache.
+
+    The share is of `stable`, which does not change from one run to the next, as bits depend on the size.
+    """
+    fitting = (
+        size
+        for size in LADDER
+        if needs.activations(size) <= stable // CHUNK_SHARE
+        and _least(needs, budget, size, needs.least) <= budget
+    )
+    return max(fitting, default=LADDER[0])
 
 
 def _slots(needs: Needs, expert_cache: int) -> int:
@@ -144,6 +170,8 @@ def _resident(needs: Needs, room: int) -> tuple[int, ...]:
             low = count
         else:
             high = count - 1
+    if low >= len(layers) - 1:
+        return tuple(range(len(layers)))  # the ring alone would hold the last one for good
     return _spread(len(layers), low)
 
 
@@ -160,11 +188,16 @@ def _weights(needs: Needs, resident: tuple[int, ...]) -> tuple[int, int]:
     return needs.dense.outer + kept + (needs.ring or 0), sum(layers) - kept
 
 
-def _automatic(process: int) -> tuple[int, str]:
+def _automatic(process: int) -> tuple[int, int, str]:
+    """The budget, what it would be with nothing else running, and where the figures come from."""
     room = machine.available_memory()
     if room is None:
-        return 1 << 62, "no limit known"
-    return int(process + AUTO_SHARE * room.free), f"automatic, from {room.source}"
+        return 1 << 62, 1 << 62, "no limit known"
+    return (
+        int(process + AUTO_SHARE * room.free),
+        int(AUTO_SHARE * room.total),
+        f"automatic, from {room.source}",
+    )
 
 
 def _refusal(needs: Needs, budget: int, source: str, chunk: int | None, expert_cache: int | None) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 import k3mlx
 from k3mlx.experts.policies import POLICIES
+from k3mlx.experts.trace import read_trace
 from k3mlx.reference.moe import mix_experts, route_topk
 
 from .models import write_streaming_model
@@ -72,7 +73,11 @@ def test_threads_direct_reads_overlap_and_lookahead(
         lookahead=lookahead,
     )  # fmt: skip
     assert_identical(got, expected)
-    assert (report["io_threads"], report["direct_io"], report["pipe"]) == (threads, direct == "on", pipe == "on")
+    assert (report["io_threads"], report["direct_io"], report["pipe"]) == (
+        threads,
+        direct == "on",
+        pipe == "on",
+    )
     if lookahead == 9:  # every expert of the next layer, right ones among them
         assert report["prefetch_useful_bytes"] > 0
 
@@ -119,16 +124,14 @@ def test_the_numpy_mixture_is_the_references(streaming_folder):
 
 def test_a_prompt_reads_each_expert_of_a_layer_once(streaming_folder, payload, tmp_path):
     trace = tmp_path / "trace"
-    _, report = outputs(
-        streaming_folder, expert_cache=4 * payload, prefill_step_size=64, expert_trace=trace
-    )
-    from k3mlx.experts.trace import read_trace
-
+    outputs(streaming_folder, expert_cache=4 * payload, prefill_step_size=64, expert_trace=trace)
     sizes, routings = read_trace(trace)
     assert sizes == {"experts": 9, "per_token": 3}
     first = list(itertools.islice(routings, 3))
     assert [(r.layer, len(r.ids)) for r in first] == [(1, 13), (2, 13), (3, 13)]
-    with k3mlx.load(streaming_folder, **DEFAULTS | {"expert_cache": 4 * payload, "backend": "numpy"}) as engine:
+    with k3mlx.load(
+        streaming_folder, **DEFAULTS | {"expert_cache": 4 * payload, "backend": "numpy"}
+    ) as engine:
         engine.session().feed(PROMPT)
         distinct = sum(len(np.unique(r.ids)) for r in first)
         assert engine.report()["experts"]["bytes_read"] == distinct * payload

@@ -1,0 +1,182 @@
+"""Dense weights that are read at each use: the same bits, and the bytes that the plan says."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import k3mlx
+from k3mlx.checkpoint.snapshot import Checkpoint
+from k3mlx.dense import DenseReader, LayerRing, read_float32
+from k3mlx.errors import K3Error, ModelFilesError
+from k3mlx.experts.files import ExpertFiles
+from k3mlx.governor import MemoryPlan, smallest_memory
+from k3mlx.needs import backend_needs
+from tests.tiny import random_config, write_random_model
+
+from .models import deadline, nothing_left_behind
+
+DTYPES = ("F32", "BF16")
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def folder(request, tmp_path_factory):
+    rng = np.random.default_rng(21)
+    config = random_config(rng, num_hidden_layers=6, hidden_size=61)
+    return write_random_model(tmp_path_factory.mktemp("dense"), config, rng, dtype=request.param, shards=2)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_tensors_are_read_as_the_checkpoint_reads_them(folder, direct):
+    with nothing_left_behind(), Checkpoint.open(folder) as checkpoint:
+        files = ExpertFiles(checkpoint.stamps, direct)
+        for name, info in checkpoint.tensors.items():
+            if info.dtype in DTYPES and not name.endswith(".A_log"):
+                np.testing.assert_array_equal(read_float32(files, info), checkpoint.load(name), err_msg=name)
+        files.close()
+        reader = DenseReader(checkpoint, 3, direct)
+        layer = reader.layer(2, np.float32)
+        names = [name for name in checkpoint.tensors if name.startswith("model.layers.2.")]
+        names = [name for name in names if ".experts." not in name]
+        for name in names:
+            np.testing.assert_array_equal(layer.load(name), checkpoint.load(name), err_msg=name)
+        assert reader.counters.bytes_read == sum(checkpoint.tensors[name].nbytes for name in names)
+        with pytest.raises(K3Error, match="was loaded as float32, expected float64"):
+            reader.layer(2, np.float32).load(names[0], np.float64)
+        reader.close()
+
+
+def test_widening_in_place_of_more_than_one_piece(tmp_path):
+    """A BF16 tensor longer than what is widened at a time, at an odd place of its file."""
+    from k3mlx.checkpoint.safetensors import read_header
+    from k3mlx.checkpoint.writer import to_bf16, write_safetensors
+
+    values = to_bf16(np.random.default_rng(1).standard_normal((3, (1 << 20) + 5)).astype(np.float32))
+    write_safetensors(tmp_path / "a", {"x": ("BF16", values[0, :7]), "y": ("BF16", values)})
+    header = read_header(tmp_path / "a")
+    files = ExpertFiles({tmp_path / "a": header.stamp}, True)
+    got = read_float32(files, header.tensors["y"])
+    np.testing.assert_array_equal(got, np.left_shift(values, 16, dtype=np.uint32).view(np.float32))
+    files.close()
+
+
+class Loads:
+    def __init__(self, seconds=0.0):
+        self.order, self.threads, self.seconds = [], set(), seconds
+
+    def __call__(self, layer):
+        time.sleep(self.seconds)
+        self.order.append(layer)
+        self.threads.add(threading.current_thread().name)
+        return f"layer {layer}"
+
+
+@pytest.mark.parametrize("resident", [(), (0, 3), (4,), (0, 1, 3), (0, 1, 2, 3, 4)])
+def test_a_ring_gives_every_layer_in_turn_and_reads_one_ahead(resident):
+    with deadline(10):
+        loads = Loads()
+        ring = LayerRing(loads, 5, resident)
+        for _ in range(3):
+            assert list(ring) == [f"layer {n}" for n in range(5)]
+        ring.close()
+        assert loads.order[: len(resident)] == sorted(resident)
+        streamed = [n for n in range(5) if n not in resident]
+        rest = loads.order[len(resident) :]
+        assert rest == (streamed * 4)[: len(rest)]
+        assert 3 * len(streamed) <= len(rest) <= 3 * len(streamed) + 1
+        assert not [t for t in threading.enumerate() if t.name.startswith("k3mlx-ahead")]
+
+
+def test_a_layer_may_be_looked_at_twice_and_a_pass_may_begin_anew():
+    loads = Loads()
+    ring = LayerRing(loads, 4, (1,))
+    assert (ring[0], ring[0], ring[1], ring[2], ring[2]) == (
+        "layer 0", "layer 0", "layer 1", "layer 2", "layer 2",
+    )  # fmt: skip
+    assert ring[0] == "layer 0"  # the pass was abandoned before layer 3
+    assert list(ring) == [f"layer {n}" for n in range(4)]
+    assert ring.resident(1) == "layer 1"
+    assert ring.resident(0) is None
+    with pytest.raises(IndexError):
+        ring[4]
+    ring.close()
+
+
+def test_the_next_layer_is_read_while_this_one_is_used():
+    loads = Loads(0.05)
+    ring = LayerRing(loads, 4, ())
+    assert ring[0] == "layer 0"
+    time.sleep(0.2)
+    with deadline(0.04):
+        assert ring[1] == "layer 1"
+    ring.close()
+
+
+def test_an_error_is_raised_where_the_layer_is_used_and_only_then():
+    failing = [True]
+
+    def load(layer):
+        if layer == 2 and failing:
+            raise ModelFilesError("layer 2 is gone")
+        return layer
+
+    ring = LayerRing(load, 3, ())
+    assert (ring[0], ring[1]) == (0, 1)
+    with pytest.raises(ModelFilesError, match="gone"):
+        ring[2]
+    failing.clear()
+    assert list(ring) == [0, 1, 2]
+    ring.close()
+
+
+def run(folder, **options):
+    with k3mlx.load(
+        folder, backend="numpy", prefill_step_size=4, warm_start="off", lookahead="off", **options
+    ) as engine:
+        session = engine.session()
+        rows = [session.feed([1, 2, 3, 4, 5, 6, 7], all_logits=True)]
+        rows += [session.feed([n])[None] for n in (3, 9)]
+        return np.concatenate(rows), engine.report(), engine.governor.plan
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_streamed_layers_change_no_bit_and_cost_what_the_plan_says(folder, dtype, monkeypatch):
+    whole, report, plan = run(folder, dtype=dtype, memory="4GB", expert_cache=10**8)
+    assert len(plan.resident) == 6
+    assert report["dense"]["bytes_read"] == 0
+    with Checkpoint.open(folder) as checkpoint:
+        stored = [
+            sum(
+                info.nbytes
+                for name, info in checkpoint.tensors.items()
+                if name.startswith(f"model.layers.{n}.") and ".experts." not in name
+            )
+            for n in range(6)
+        ]
+    for resident in ((), (1, 4), (0, 2, 4, 5)):
+        fixed = MemoryPlan(**(vars(plan) | {"resident": resident}))
+        monkeypatch.setattr("k3mlx.engine.plan_memory", lambda *_, fixed=fixed: fixed)
+        with deadline(60), nothing_left_behind():
+            got, report, _ = run(folder, dtype=dtype, memory="4GB", expert_cache=10**8)
+        np.testing.assert_array_equal(got, whole)
+        a_pass = sum(size for n, size in enumerate(stored) if n not in resident)
+        ahead = max(size for n, size in enumerate(stored) if n not in resident)
+        passes = 4
+        read = report["dense"]["bytes_read"]
+        assert passes * a_pass <= read <= passes * a_pass + ahead  # and one layer ahead of a pass to come
+
+
+def test_the_smallest_memory_of_a_model_loads_it(folder):
+    """Everything but the process itself is small here; the refusal names a budget that works."""
+    from k3mlx.devices import choose
+
+    with Checkpoint.open(folder) as checkpoint:
+        needs = backend_needs(choose("numpy", "cpu"), checkpoint, "float32")
+        least = smallest_memory(needs) + (8 << 20)  # the process may have grown a little since
+    with pytest.raises(k3mlx.errors.ResourceError, match="expected at least"):
+        k3mlx.load(folder, backend="numpy", memory=needs.process)
+    logits, report, plan = run(folder, memory=least)
+    assert plan.memory == least
+    assert np.isfinite(logits).all()
+    assert report["memory"]["memory"] == least
