@@ -127,7 +127,7 @@ class _Api:
         body = read_json(await _body(request, self.settings.limits.body_bytes))
         ask = read(body, self.settings.limits, self.settings.model)
         try:
-            prompt, options = await run_in_threadpool(self.worker.prepare, ask)
+            prompt, options, constraint = await run_in_threadpool(self.worker.prepare, ask)
         except K3Error as error:
             raise from_error(error) from None
         tokenizer = self.worker.ready_engine().tokenizer
@@ -139,7 +139,7 @@ class _Api:
             logprobs = ask.top_logprobs is not None
             wire = TextWire(tokenizer, prompt, self.settings.model, logprobs=logprobs, echo=echo)
         host = request.client.host if request.client else ""
-        job = Job(ask, prompt, options, client=f"{host} {ask.user}")
+        job = Job(ask, prompt, options, constraint, client=f"{host} {ask.user}")
         self.worker.submit(job)
         if ask.stream:
             return _Stream(self.worker, job, wire, self.settings.comment_seconds)

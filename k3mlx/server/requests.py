@@ -39,6 +39,7 @@ class Ask:
 
     prompt: plain text or ids of a completion; messages and render: arguments of `chat.render`.
     sampling: values by name, None where the model's own apply. user: for fairness between clients.
+    function: the one function that tool_choice names.
     """
 
     kind: str  # chat or text
@@ -52,6 +53,7 @@ class Ask:
     messages: tuple[Any, ...] = ()
     render: Mapping[str, Any] = field(default_factory=dict)
     one_call: bool = False
+    function: str | None = None
     prompt: str | tuple[int, ...] = ""
     echo: bool = False
 
@@ -86,6 +88,7 @@ def read_chat(body: Mapping[str, Any], limits: Limits, model: str) -> Ask:
         thinking, effort = request_thinking(body)
     except UsageError as error:
         raise invalid(None, str(error)) from None
+    function = _named_function(body.get("tool_choice"))
     top = fields.whole("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if not fields.flag("logprobs"):
         if top:
@@ -99,16 +102,28 @@ def read_chat(body: Mapping[str, Any], limits: Limits, model: str) -> Ask:
         messages=tuple(messages),
         render={
             "tools": body.get("tools"),
-            "tool_choice": body.get("tool_choice"),
+            "tool_choice": None if function else body.get("tool_choice"),
             "response_format": body.get("response_format"),
             "thinking": thinking,
             "effort": effort,
         },
-        one_call=not fields.flag("parallel_tool_calls", True),
+        one_call=not fields.flag("parallel_tool_calls", True) or function is not None,
+        function=function,
         max_tokens=limit or limits.max_tokens,
         top_logprobs=top,
         **fields.common(),
     )
+
+
+def _named_function(choice: Any) -> str | None:
+    """The name in a tool_choice that is an object."""
+    if not isinstance(choice, Mapping):
+        return None
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise invalid("tool_choice", f"tool_choice is {short(choice)}; expected type function and its name")
+    return name
 
 
 def read_text(body: Mapping[str, Any], limits: Limits, model: str) -> Ask:

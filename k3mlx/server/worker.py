@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from k3mlx.engine import Engine
-from k3mlx.errors import K3Error
+from k3mlx.errors import K3Error, UsageError
 from k3mlx.generation import (
     Constraint,
     Piece,
@@ -26,6 +26,7 @@ from k3mlx.generation import (
     run_prompt,
     sampling_options,
 )
+from k3mlx.grammar import AVAILABLE, Grammars
 from k3mlx.kept import KeptSessions, Prompt
 
 from .failures import ApiError, from_error
@@ -34,6 +35,7 @@ from .requests import Ask
 
 REPORT_SECONDS = 0.25  # between two looks at the engine's counters during an answer
 
+MakeConstraint = Callable[[], Constraint]
 GONE = object()  # event of a job whose client has left
 
 
@@ -44,7 +46,7 @@ class Job:
     ask: Ask
     prompt: Prompt
     options: RunOptions
-    constraint: Callable[[], Constraint] | None = None
+    constraint: MakeConstraint | None = None
     client: str = ""
     state: str = "waiting"  # then reading, writing
     progress: tuple[int, int] = (0, 0)  # prompt ids read, of how many
@@ -97,13 +99,15 @@ class Worker(threading.Thread):
         self._waiting: FairQueue[Job] = FairQueue()
         self._turn = threading.Condition()
         self._reported = 0.0
+        self._grammars: Grammars | None = None
+        self._grammars_lock = threading.Lock()
 
     @property
     def queue_length(self) -> int:
         return len(self._waiting)
 
-    def prepare(self, ask: Ask) -> tuple[Prompt, RunOptions]:
-        """Prompt ids and options of a request; any thread may call it once the worker is ready.
+    def prepare(self, ask: Ask) -> tuple[Prompt, RunOptions, MakeConstraint | None]:
+        """Prompt ids, options and constraint of a request; any thread may call it once the worker is ready.
 
         Raises UsageError for input that cannot be used.
         """
@@ -123,7 +127,37 @@ class Worker(threading.Thread):
             one_call=ask.one_call,
             stream_arguments=ask.stream,
         )
-        return prompt, options
+        return prompt, options, self._constraint(engine, ask, prompt)
+
+    def _constraint(self, engine: Engine, ask: Ask, prompt: Prompt) -> MakeConstraint | None:
+        """What holds the answer to its form: JSON, or calls where a call is demanded.
+
+        `required` is only asked for in the prompt where llguidance is not installed; JSON and a named
+        function are refused there.
+        """
+        render = ask.render
+        form = (render.get("response_format") or {}).get("type", "text")
+        tools = [] if render.get("tool_choice") == "none" else list(render.get("tools") or [])
+        demanded = ask.function is not None or (render.get("tool_choice") == "required" and AVAILABLE)
+        if form == "text" and not demanded:
+            return None
+        if ask.messages[-1].get("partial"):
+            raise UsageError("a partial message cannot be held to a form; remove partial or the form")
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = Grammars(engine.tokenizer)
+        start = prompt.start or ""
+        if demanded:
+            named = [tool for tool in tools if ask.function in (None, tool["function"]["name"])]
+            if not named:
+                raise UsageError(f"tool_choice names {ask.function!r}; expected one of the declared tools")
+            return self._grammars.calls(start, named)
+        schema = (
+            {"type": "object"}
+            if form == "json_object"
+            else render["response_format"]["json_schema"]["schema"]
+        )
+        return self._grammars.json(start, schema, tools)
 
     def ready_engine(self) -> Engine:
         """The engine, or the reason why there is none (ApiError 503)."""

@@ -169,7 +169,9 @@ def scripted(roomy_model):
 @pytest.fixture
 def random_server(roomy_model):
     """A server in this process with the random model."""
-    with in_process(lambda: k3mlx.load(roomy_model), limits=Limits(body_bytes=1_000_000, max_tokens=4)) as served:
+    with in_process(
+        lambda: k3mlx.load(roomy_model), limits=Limits(body_bytes=1_000_000, max_tokens=4)
+    ) as served:
         yield served
 
 
