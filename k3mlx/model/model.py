@@ -24,7 +24,7 @@ from k3mlx.reference.ops import no_probe
 from .kda import kda
 from .mla import Span, attend
 from .moe import keeps_apart
-from .ops import Matrix, Probe, Quantized, Weights, linear, rms_norm, rows, situ_mlp
+from .ops import Matrix, Probe, Quantized, Weights, gated_on, linear, rms_norm, rows, situ_mlp
 from .room import Room
 from .slots import ExpertBytes
 from .state import KdaState, LatentCache, State, Update
@@ -149,8 +149,7 @@ class MlxModel:
             config.qk_head_dim**-0.5,
             self._span,
         )
-        gate = mx.sigmoid(linear(x, w["g_proj"]).astype(mx.float32))
-        y = (o.reshape(x.shape[0], -1) * gate).astype(x.dtype)
+        y = gated_on(self.room.kind)(o.reshape(x.shape[0], -1), linear(x, w["g_proj"]))
         _show(probe, ("q_latent", q_latent), ("q", q), ("cache", new), ("heads", o), ("gated", y))
         return linear(y, w["o_proj"]), new
 
@@ -177,6 +176,7 @@ class MlxModel:
             self.config.activation_situ_beta,
             self.config.activation_situ_linear_beta,
             probe,
+            self.room.kind,
         )
 
     def _moe(

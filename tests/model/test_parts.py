@@ -268,3 +268,21 @@ def test_a_surprise_is_told(monkeypatch):
     monkeypatch.setattr(probe.mx, "slice_update", lambda rows, new, start, axes: mx.array(np.array(rows)))
     assert len(probe.surprises()) == 1
     assert "an update of rows writes other rows" in probe.surprises()[0]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_compiled_activations_give_the_bits_of_plain_ones(dtype):
+    for tokens in (1, 3):
+        gate, up = (mx.random.normal((tokens, 37), key=mx.random.key(n)).astype(dtype) for n in (1, 2))
+        for beta in (4.0, 3.0):
+            fused, plain = (
+                ops.situ_on("metal")(gate, up, beta, 25.0),
+                ops.situ_on("cpu")(gate, up, beta, 25.0),
+            )
+            assert fused.dtype == dtype
+            np.testing.assert_array_equal(
+                np.array(fused.astype(mx.float32)), np.array(plain.astype(mx.float32))
+            )
+        fused, plain = ops.gated_on("cuda")(gate, up), ops.gated_on("cpu")(gate, up)
+        assert fused.dtype == dtype
+        np.testing.assert_array_equal(np.array(fused.astype(mx.float32)), np.array(plain.astype(mx.float32)))
