@@ -159,7 +159,7 @@ typedef struct {
     const k3_isa *isa;
     const k3_matrix *matrices; /* [experts, 3]: w1 gate, w2 down, w3 up */
     int64_t experts, inner_blocks;
-    const int64_t *start, *token; /* expert e has pairs start[e]..start[e + 1] - 1 of (token, weight) */
+    const int64_t *start, *row; /* expert e has pairs start[e]..start[e + 1] - 1; each adds to a row of out */
     const float *weight;
     const float **x;     /* [pairs] packed inputs */
     const float **inner; /* [pairs] packed SiTU values, the inputs of w2 */
@@ -200,36 +200,39 @@ static void outer_tile(void *context, int64_t item, int thread) {
             job->isa->tile(&job->matrices[3 * expert + 1], row0, rows, job->inner + pair, tokens, y,
                            tile_scratch(thread));
             for (int t = 0; t < tokens; t++) {
-                float *out = job->out + job->token[pair + t] * job->out_stride + row0;
+                float *out = job->out + job->row[pair + t] * job->out_stride + row0;
                 for (int r = 0; r < rows; r++) out[r] += job->weight[pair + t] * y[t * K3_ROWS + r];
             }
         }
 }
 
-/* out[token] += weight * w2 SiTU(w1 x[token], w3 x[token]) for each pair, experts in the given order; all experts
- * have the shapes and formats of the first. Returns 0, or -1 without memory (out is untouched). */
+/* out[row] += weight * w2 SiTU(w1 x[token], w3 x[token]) for each pair (token, row, weight), experts in the given order;
+ * an expert names a row once. All experts have the shapes and formats of the first. Returns 0, or -1 without memory
+ * (out is untouched). */
 K3_EXPORT int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *matrices, int64_t experts,
-                             const int64_t *start, const int64_t *token, const float *weight, const float *x,
-                             int64_t x_stride, int64_t tokens, float beta, float linear_beta, float *out,
-                             int64_t out_stride) {
+                             const int64_t *start, const int64_t *token, const int64_t *row, const float *weight,
+                             const float *x, int64_t x_stride, int64_t tokens, float beta, float linear_beta,
+                             float *out, int64_t out_stride) {
     int64_t pairs = start[experts], cols = matrices[0].cols;
     int64_t inner_cols = matrices[1].cols, inner_padded = k3_padded(inner_cols);
     if (pairs == 0) return 0;
     if (enter(isa, threads)) return -1;
     if (!reserve(&pointer_buffer, (size_t)(tokens + 2 * pairs) * sizeof(float *))) return leave(-1);
-    const float **rows = pack_all(isa, matrices[0].format, x, x_stride, tokens, cols);
+    const float **packed = pack_all(isa, matrices[0].format, x, x_stride, tokens, cols);
     float *inner = reserve(&inner_buffer, (size_t)(pairs * inner_padded) * sizeof(float));
-    if (!rows || !inner) return leave(-1);
-    const float **pair_x = rows + tokens, **pair_inner = pair_x + pairs;
+    if (!packed || !inner) return leave(-1);
+    const float **pair_x = packed + tokens, **pair_inner = pair_x + pairs;
     for (int64_t pair = 0; pair < pairs; pair++) {
-        float *row = inner + pair * inner_padded;
-        if (inner_padded > inner_cols) memset(row + inner_padded - K3_PAD, 0, K3_PAD * sizeof(float));
-        pair_x[pair] = rows[token[pair]];
-        pair_inner[pair] = row;
+        float *values = inner + pair * inner_padded;
+        if (inner_padded > inner_cols) memset(values + inner_padded - K3_PAD, 0, K3_PAD * sizeof(float));
+        pair_x[pair] = packed[token[pair]];
+        pair_inner[pair] = values;
     }
-    experts_job job = {isa,    matrices,   experts, blocks_of(inner_cols, K3_ROWS),
-                       start,  token,      weight,  pair_x,       pair_inner,
-                       out,    out_stride, beta,    linear_beta};
+    experts_job job = {
+        .isa = isa, .matrices = matrices, .experts = experts, .inner_blocks = blocks_of(inner_cols, K3_ROWS),
+        .start = start, .row = row, .weight = weight, .x = pair_x, .inner = pair_inner,
+        .out = out, .out_stride = out_stride, .beta = beta, .linear_beta = linear_beta,
+    };
     k3_run(inner_tile, &job, experts * job.inner_blocks);
     k3_run(outer_tile, &job, blocks_of(matrices[1].rows, K3_ROWS));
     return leave(0);

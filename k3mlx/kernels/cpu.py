@@ -102,53 +102,52 @@ class CpuKernels:
         beta: float,
         linear_beta: float,
         out: F32 | None = None,
+        rows: Sequence[NDArray[np.integer]] | None = None,
     ) -> F32:
         """Weighted sum of gated MLPs: out[t] += weight * SiTU(x[t] w1^T, x[t] w3^T) w2^T.
 
         x [T, L] float32. Each expert is its six stored MXFP4 tensors (w1 packed, w1 scale, w2 packed, w2
         scale, w3 packed, w3 scale; uint8, C-contiguous, any alignment), or three matrices (w1, w2, w3) of
         any format; all of one call have the same shapes. tokens[i] are the rows of x that expert i works
-        on, weights[i] what each is multiplied by. Returns out [T, L] float32: new zeros, or the given array,
-        which is added to. A row's sum is formed in the order of `experts`, so that calls with consecutive
-        parts of a list give the bits of one call with the whole. Sources: model specification §2.6.
+        on, weights[i] what each is multiplied by, and rows[i] the rows of `out` it adds to (default: tokens[i]);
+        an expert names a row once. Returns out: new zeros [T, L] float32, or the given array [any, L], which is
+        added to. A row's sum is formed in the order of `experts`, so that calls with consecutive parts of a list
+        give the bits of one call with the whole; experts that come in another order can be given rows of their
+        own, to be summed later. Source: model specification §2.6.
 
         Raises UsageError for arguments that do not fit and ModelFilesError for a scale byte 255.
         """
         if x.dtype != np.float32 or x.ndim != 2:
             raise UsageError(f"x is {x.dtype}{x.shape}; expected float32 [T, L]")
-        if not len(experts) == len(tokens) == len(weights):
-            raise UsageError(
-                f"{len(experts)} experts, {len(tokens)} token lists and {len(weights)} weight lists; "
-                "expected as many of each"
-            )
         if out is None:
             out = np.zeros(x.shape, np.float32)
         else:
-            _check_out(out, x.shape)
+            _check_out(out, (len(out), x.shape[1]))
+        rows = tokens if rows is None else rows
+        lengths = [len(experts), len(tokens), len(weights), len(rows)]
+        if len(set(lengths)) > 1:
+            raise UsageError(f"experts, tokens, weights and rows number {lengths}; expected as many of each")
         if not experts:
             return out
         records = stack_experts(experts, x.shape[1])  # [experts, 3]
-        x = np.require(x, np.float32, ["C", "A"])
-        counts = [len(t) for t in tokens]
-        if [len(w) for w in weights] != counts:
-            raise UsageError("an expert has not as many weights as tokens")
-        start = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts, out=start[1:])
-        token = np.ascontiguousarray(np.concatenate(tokens), np.int64)
-        weight = np.ascontiguousarray(np.concatenate(weights), np.float32)
-        if token.size == 0:
+        start = np.zeros(len(tokens) + 1, np.int64)
+        np.cumsum([len(t) for t in tokens], out=start[1:])
+        if start[-1] == 0:
             return out
-        if token.min() < 0 or token.max() >= len(x):
-            raise UsageError(f"token numbers {token.min()} to {token.max()}; expected 0 to {len(x) - 1}")
+        token, row = _flat(tokens, start, len(x), "tokens"), _flat(rows, start, len(out), "rows")
+        weight = np.concatenate(weights).astype(np.float32, copy=False)
+        if [len(w) for w in weights] != [len(t) for t in tokens]:
+            raise UsageError("an expert has not as many weights as tokens")
+        x = np.require(x, np.float32, ["C", "A"])
         inner = int(records["cols"][0, 1])
         for first, last, part in _batches(start, max(1, INNER_BYTES // (4 * inner))):
             pairs = slice(int(part[0]), int(part[-1]))
-            offsets, some_tokens, some_weights = part - part[0], token[pairs], weight[pairs]
+            arrays = part - part[0], token[pairs], row[pairs], weight[pairs]
             _succeeded(
                 _library().k3_experts_mix(
-                    *(self._handle, self.threads, _address(records[first:]), last - first, _address(offsets)),
-                    *(_address(some_tokens), _address(some_weights), _address(x), x.shape[1], len(x)),
-                    *(beta, linear_beta, _address(out), x.shape[1]),
+                    *(self._handle, self.threads, _address(records[first:]), last - first),
+                    *(_address(array) for array in arrays),
+                    *(_address(x), x.shape[1], len(x), beta, linear_beta, _address(out), x.shape[1]),
                 )
             )
         if not np.isfinite(out).all():
@@ -200,6 +199,18 @@ def _batches(start: NDArray[np.int64], limit: int) -> list[tuple[int, int, NDArr
         last = int(np.searchsorted(start, high, side="left"))
         batches.append((first, last, np.clip(start[first : last + 1], low, high)))
     return batches
+
+
+def _flat(
+    lists: Sequence[NDArray[np.integer]], start: NDArray[np.int64], limit: int, name: str
+) -> NDArray[np.int64]:
+    """The numbers of all experts in one array, checked: as many as start says, each below limit."""
+    if [len(numbers) for numbers in lists] != np.diff(start).tolist():
+        raise UsageError(f"an expert has not as many {name} as tokens")
+    flat = np.concatenate(lists).astype(np.int64, copy=False)
+    if flat.min() < 0 or flat.max() >= limit:
+        raise UsageError(f"{name} {flat.min()} to {flat.max()}; expected 0 to {limit - 1}")
+    return flat
 
 
 def _check_out(out: NDArray, shape: tuple[int, ...]) -> None:
@@ -271,7 +282,7 @@ def _library() -> ctypes.CDLL:
 def _signatures() -> dict[str, list[Any]]:
     """Result and argument types of the library's functions, in the order of custom_kernels/cpu/api.c."""
     pointer, number, size, single = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-    experts = [pointer, size, pointer, pointer, pointer]  # matrices, experts, start, token, weight
+    experts = [pointer, size, *[pointer] * 4]  # matrices, experts, start, token, row, weight
     return {
         "k3_isa_named": [pointer, ctypes.c_char_p],
         "k3_matmul": [number, pointer, number, pointer, pointer, size, size, pointer, size],

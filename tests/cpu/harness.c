@@ -10,8 +10,8 @@ const k3_isa *k3_isa_named(const char *name);
 int k3_matmul(const k3_isa *isa, int threads, const k3_matrix *m, const float *x, int64_t x_stride, int64_t tokens,
               float *out, int64_t out_stride);
 int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *matrices, int64_t experts, const int64_t *start,
-                   const int64_t *token, const float *weight, const float *x, int64_t x_stride, int64_t tokens,
-                   float beta, float linear_beta, float *out, int64_t out_stride);
+                   const int64_t *token, const int64_t *row, const float *weight, const float *x, int64_t x_stride,
+                   int64_t tokens, float beta, float linear_beta, float *out, int64_t out_stride);
 
 static FILE *in;
 
@@ -60,8 +60,8 @@ int main(int count, char **arguments) {
             int64_t *start = array((experts + 1) * 8, 0), *token = array(start[experts] * 8, 0);
             float *weight = array(start[experts] * 4, 0);
             memset(result, 0, (size_t)(tokens * rows) * sizeof *result);
-            if (k3_experts_mix(isa, (int)threads, m, experts, start, token, weight, x, m[0].cols, tokens, 4.0f, 25.0f,
-                               result, rows))
+            if (k3_experts_mix(isa, (int)threads, m, experts, start, token, token, weight, x, m[0].cols, tokens, 4.0f,
+                               25.0f, result, rows))
                 return 5;
         } else if (k3_matmul(isa, (int)threads, m, x, m[0].cols, tokens, result, rows)) {
             return 5;
