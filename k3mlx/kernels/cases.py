@@ -81,9 +81,7 @@ def relative_error(got: Floats, expected: Floats) -> float:
     return float(np.linalg.norm(got.astype(np.float64) - expected)) / (scale or 1.0)
 
 
-def compare(
-    name: str, got: Floats, expected: Floats, in_float32: Floats, dtype: str
-) -> Check:
+def compare(name: str, got: Floats, expected: Floats, in_float32: Floats, dtype: str) -> Check:
     """got against the float64 expectation; in_float32 is the float32 reference on the same input."""
     if got.shape != expected.shape:
         return Check(name, "shape", float("nan"), 0.0, f"got {got.shape}, expected {expected.shape}")
@@ -97,7 +95,9 @@ def compare(
     exponent = np.floor(np.log2(np.maximum(np.abs(expected), np.finfo(np.float64).tiny)))
     ulp = np.maximum(2.0 ** (exponent - _MANTISSA[dtype] + 1), _SMALLEST[dtype])
     floor = allowed * float(np.sqrt(np.mean(expected**2)))
-    ulps = float(np.max(np.maximum(difference - floor, 0.0) / ulp)) if not np.isnan(difference).any() else np.nan
+    ulps = (
+        float(np.max(np.maximum(difference - floor, 0.0) / ulp)) if not np.isnan(difference).any() else np.nan
+    )
     return Check(name, "ulp", ulps, 1.5, where)
 
 
@@ -160,7 +160,10 @@ def kda_case(
         wide, narrow = (_kda_reference(arrays, eps, precision) for precision in (np.float64, np.float32))
         out, new_windows, new_state = outputs
         if kind == "read_out" and tokens == 1 and dtype == "float32":
-            return [_read_out(out, wide[0], q, k, v, b, taps, heads), exact("new_windows", new_windows, wide[1])]
+            return [
+                _read_out(out, wide[0], q, k, v, b, taps, heads),
+                exact("new_windows", new_windows, wide[1]),
+            ]
         return [
             compare("out", out, wide[0], narrow[0], dtype),
             exact("new_windows", new_windows, wide[1]),
@@ -191,8 +194,12 @@ def _read_out(
     q_, k_, v_ = ((a * sigmoid(a)).reshape(split) for a in active)
     norm = [np.sqrt((x**2).sum(-1)) for x in (q_, k_)]
     norm = [n / np.sqrt(n**2 + L2_EPS) for n in norm]
-    bound = (norm[0] * q_.shape[-1] ** -0.5 * norm[1] * sigmoid(b[:, 0].astype(np.float64)))[..., None] * np.abs(v_)
-    ratio = np.abs(got[:, 0].astype(np.float64) - expected[:, 0]) / np.maximum(bound.reshape(got[:, 0].shape), 1e-300)
+    bound = (norm[0] * q_.shape[-1] ** -0.5 * norm[1] * sigmoid(b[:, 0].astype(np.float64)))[
+        ..., None
+    ] * np.abs(v_)
+    ratio = np.abs(got[:, 0].astype(np.float64) - expected[:, 0]) / np.maximum(
+        bound.reshape(got[:, 0].shape), 1e-300
+    )
     return Check("out", "of |q||k| beta |v|", float(np.max(ratio)), 1e-6)
 
 
@@ -205,7 +212,9 @@ def attn_res_case(
     scale = 3e-3 if kind == "small" else 1.0
     sources = rounded(scale * rng.standard_normal((frozen + 1, tokens, width)), dtype)
     norm, query, out_norm = (rounded(1 + 0.3 * rng.standard_normal(width), dtype) for _ in range(3))
-    query = rounded(query * rng.standard_normal(width) * (100.0 if kind == "sharp" else 1.0) / width**0.5, dtype)
+    query = rounded(
+        query * rng.standard_normal(width) * (100.0 if kind == "sharp" else 1.0) / width**0.5, dtype
+    )
     blocks, partial = sources[:frozen], sources[frozen]
 
     def judge(outputs: Sequence[Floats]) -> list[Check]:
@@ -226,7 +235,13 @@ def attn_res_case(
 
 
 def route_case(
-    *, experts: int = 896, k: int = 16, tokens: int = 1, threads: int = 128, kind: str = "plain", seed: int = 0
+    *,
+    experts: int = 896,
+    k: int = 16,
+    tokens: int = 1,
+    threads: int = 128,
+    kind: str = "plain",
+    seed: int = 0,
 ) -> Case:
     """A case of the choice in `route_topk`; kinds: plain, ties (many equal scores), nan, wide (saturated)."""
     rng = np.random.default_rng([seed, experts, k, tokens])
@@ -256,7 +271,15 @@ def route_case(
         ]
 
     label = f"{kind} T{tokens} E{experts} K{k}"
-    return Case("route_topk", label, (logits, bias, k, scaling), ("float32", "float32", None, None), "float32", threads, judge)
+    return Case(
+        "route_topk",
+        label,
+        (logits, bias, k, scaling),
+        ("float32", "float32", None, None),
+        "float32",
+        threads,
+        judge,
+    )
 
 
 def _check_ids(ids: Floats, expected: NDArray[np.intp], biased: Floats, kind: str) -> Check:
@@ -281,7 +304,9 @@ def _check_weights(ids: Floats, weights: Floats, scores: Floats, scaling: float)
 def failures(checks: Sequence[Check]) -> list[str]:
     """One line for each check that did not pass: tensor, worst index, got, expected, tolerance."""
     return [
-        f"{c.output}: {c.measure} {c.error:.3g}, at most {c.tolerance:.3g}; {c.where}" for c in checks if not c.passed
+        f"{c.output}: {c.measure} {c.error:.3g}, at most {c.tolerance:.3g}; {c.where}"
+        for c in checks
+        if not c.passed
     ]
 
 

@@ -22,7 +22,7 @@ ARGUMENTS = (
     "-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-Wall", "-Wconditional-uninitialized",
     "-Wno-unused-variable", "-Wno-unused-function", "-Wno-unused-const-variable",
 )  # fmt: skip
-_GENERIC = 5  # clang's number of the generic address space
+_LOCAL, _GENERIC = 2, 5  # clang's numbers of address spaces
 PRELUDE = """
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 typedef unsigned char uchar;
@@ -122,8 +122,7 @@ def _tree_findings(cursor: Any) -> Iterator[str]:
     """Pointers and references in the generic address space, doubles, threadgroup memory in all."""
     from clang.cindex import CursorKind, TypeKind
 
-    local_bytes = 0
-    local_names = set()
+    local_sizes: dict[int, int] = {}
     for node in cursor.walk_preorder():
         where = f"line {node.location.line}: {node.spelling or node.kind.name}"
         kind = node.type.get_canonical()
@@ -133,10 +132,9 @@ def _tree_findings(cursor: Any) -> Iterator[str]:
                 yield f"{where} points into the generic address space"
         if kind.kind in (TypeKind.DOUBLE, TypeKind.LONGDOUBLE):
             yield f"{where} is a double"
-        if node.kind == CursorKind.VAR_DECL and node.type.get_address_space() == 2:
-            if node.hash not in local_names:
-                local_names.add(node.hash)
-                local_bytes += (node.type.get_size() + 15) // 16 * 16
+        if node.kind == CursorKind.VAR_DECL and node.type.get_address_space() == _LOCAL:
+            local_sizes[node.hash] = (node.type.get_size() + 15) // 16 * 16
+    local_bytes = sum(local_sizes.values())
     if local_bytes > THREADGROUP_BYTES:
         yield f"{local_bytes} bytes of threadgroup memory, at most {THREADGROUP_BYTES}"
 

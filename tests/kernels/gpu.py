@@ -101,12 +101,14 @@ def run(case: Case, code_folder: Path | None = None) -> Sequence[np.ndarray]:
     return [EmuArray(cupy.asnumpy(storage), dtype).values() for storage, dtype in prepared.outputs]
 
 
-def judge(code_folder: Path | None) -> int:
+def judge(code_folder: Path | None, stems: Sequence[str]) -> int:
     """Runs every case; prints the worst of each output as a share of its tolerance."""
     wrong = 0
     worst: dict[tuple[str, str, str, str], float] = collections.defaultdict(float)
     count = 0
     for case in (*(case for cases in CASES.values() for case in cases()), *gpu_cases()):
+        if case.stem not in stems:
+            continue
         checks = case.judge(run(case, code_folder))
         count += 1
         for check in checks:
@@ -160,7 +162,7 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / graph_time([lambda: copy(*wide)], 10)
 
 
-def bench(code_folder: Path | None) -> None:
+def bench(code_folder: Path | None, stems: Sequence[str]) -> None:
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     print("device", properties["name"].decode())
     copy = copy_bandwidth()
@@ -168,13 +170,16 @@ def bench(code_folder: Path | None) -> None:
     nothing = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
     print(f"launch floor in a graph {graph_time([lambda: nothing((1,), (32,), ())] * 64) * 1e6:.2f} us")
     for name, sets, threads, case in bench_cases():
+        if case.stem not in stems:
+            continue
         for count in threads:
             prepared = _copies(replace(case, threads=count), sets, code_folder)
             seconds = graph_time(prepared)
             moved = sum(b.nbytes for b in prepared[0].buffers)
             function = prepared[0].function
             print(
-                f"{name:20} {prepared[0].threads[0]:5} threads {seconds * 1e6:10.2f} us  {moved / seconds / copy:6.1%} of copy"
+                f"{name:20} {prepared[0].threads[0]:5} threads {seconds * 1e6:10.2f} us"
+                f"  {moved / seconds / copy:6.1%} of copy"
                 f"  {function.num_regs} registers {function.local_size_bytes} local bytes",
                 flush=True,
             )
@@ -186,12 +191,13 @@ def main() -> int:
     parser.add_argument("--bench", action="store_true", help="also time the kernels")
     parser.add_argument("--no-cases", action="store_true", help="time only")
     parser.add_argument("--code", type=Path, help="folder of machine code compiled before")
+    parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), help="kernels")
     arguments = parser.parse_args()
     start = time.monotonic()
-    wrong = 0 if arguments.no_cases else judge(arguments.code)
+    wrong = 0 if arguments.no_cases else judge(arguments.code, arguments.only)
     print(f"judged in {time.monotonic() - start:.0f} s")
     if arguments.bench:
-        bench(arguments.code)
+        bench(arguments.code, arguments.only)
     return 1 if wrong else 0
 
 

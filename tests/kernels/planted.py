@@ -4,6 +4,8 @@ Each text runs on inputs a [64] float32 and n [8] int32 with output o, 64 thread
 finding must name; `words` are the parts of the finding that must match.
 """
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -46,14 +48,14 @@ FAULTS = [
     Text("private array", "bounds", _INDEX + "float x[4] = {0.0f, 1.0f, 2.0f, 3.0f};\no[i] = x[i / 15]; // HERE",
          {"buffer": "float[4]", "index": "4", "thread": "60"}),
     # races
-    Text("no barrier", "race", _INDEX + _SHARED + "s[i] = a[i];\no[i] = s[i ^ 1]; // HERE", {"buffer": "s"}),
+    Text("no barrier", "race", _INDEX + _SHARED + "s[i] = a[i];\no[i] = s[i / 2]; // HERE", {"buffer": "s", "index": "0", "thread": "1", "other": "0"}),
     Text("barrier of the wrong memory", "race",
          _INDEX + _SHARED + "s[i] = a[i];\nthreadgroup_barrier(mem_flags::mem_device);\no[i] = s[63 - i]; // HERE", {"buffer": "s", "index": "63", "thread": "0", "other": "63"}),
     Text("lanes taken to be in step", "race", _INDEX + _SHARED + "s[i] = a[i];\nconst float x = simd_sum(a[i]);\no[i] = x + s[i ^ 1]; // HERE",
          {"buffer": "s", "index": "1", "thread": "0", "other": "1"}),
     Text("all write one element", "race", _INDEX + _SHARED + "s[0] = 1.0f; // HERE\n" + _BARRIER + "o[i] = s[0];", {"buffer": "s", "index": "0", "thread": "1", "other": "0"}),
     Text("read, then overwritten", "race",
-         _INDEX + _SHARED + "s[i] = a[i];\n" + _BARRIER + "o[i] = s[63 - i];\ns[i] = 0.0f; // HERE", {"buffer": "s", "index": "32", "thread": "32", "other": "31"}),
+         _INDEX + _SHARED + "s[i] = a[i];\n" + _BARRIER + "o[i] = s[63 - i]; // HERE\ns[i] = 0.0f;", {"buffer": "s", "index": "31", "thread": "32", "other": "31"}),
     Text("all write one output", "race", _INDEX + "o[i] = 0.0f;\no[0] = a[i]; // HERE", {"buffer": "o", "index": "0", "thread": "1"}),
     Text("device memory without its barrier", "race", _INDEX + "o[i] = a[i];\n" + _BARRIER + "const float x = o[63 - i]; // HERE\n"
          + "threadgroup_barrier(mem_flags::mem_device);\no[i] = x;", {"buffer": "o", "index": "63", "thread": "0", "other": "63"}),

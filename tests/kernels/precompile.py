@@ -1,4 +1,7 @@
-"""Compiles every CUDA text that judge c runs, on a machine without a GPU: python -m tests.kernels.precompile DIR"""
+"""Compiles every CUDA text that judge c runs, on a machine without a GPU.
+
+python -m tests.kernels.precompile DIR [kernel ...]
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from k3mlx.kernels.cases import Case
 
 from . import cuda_text, sizes
 from .texts import generated
-
 
 SHORT = 3  # tokens: enough for the same texts as at full length
 
@@ -31,9 +33,13 @@ def _compile(text: str, target: Path) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, stems = Path(sys.argv[1]), sys.argv[2:]
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {cuda_text.cuda_text(generated(case, cuda=True)) for case in _cases()}
+    texts = {
+        cuda_text.cuda_text(generated(case, cuda=True))
+        for case in _cases()
+        if not stems or case.stem in stems
+    }
     targets = {folder / cuda_text.code_name(text): text for text in texts}
     with ProcessPoolExecutor() as pool:
         jobs = [pool.submit(_compile, text, path) for path, text in targets.items() if not path.exists()]

@@ -112,7 +112,7 @@ def compile_kernel(text: str, checked: bool) -> Executable:
 
 
 def _threadgroup_arrays(path: Path, text: str) -> tuple[tuple[str, int, int, int], ...]:
-    types = dict((name, kind) for kind, name in re.findall(r"\bthreadgroup\s+(\w+)\s+(\w+)", text))
+    types = {name: kind for kind, name in re.findall(r"\bthreadgroup\s+(\w+)\s+(\w+)", text)}
     arrays = []
     for line in _run(["nm", "-S", "-C", str(path)]).splitlines():
         match = re.match(r"([0-9a-f]+) ([0-9a-f]+) [bBdDuVv] .*custom_kernel_.*::(\w+)$", line)
