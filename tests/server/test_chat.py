@@ -215,7 +215,7 @@ def test_logprobs_are_those_of_the_content(scripted, thinking):
     choice = served.chat(logprobs=True, top_logprobs=2, extra_body=extra).choices[0]
     listed = choice.logprobs.content
     assert b"".join(bytes(entry.bytes) for entry in listed).decode() == choice.message.content
-    probability = token_logprob_of_nine(served.worker.engine.config.vocab_size)
+    probability = logprob_of_twenty(served.worker.engine.config.vocab_size)
     assert all(entry.logprob == pytest.approx(probability) for entry in listed)
     assert all(entry.top_logprobs[0].token == entry.token for entry in listed)
     assert all(len(entry.top_logprobs) == 2 for entry in listed)
@@ -226,9 +226,9 @@ def test_logprobs_are_those_of_the_content(scripted, thinking):
     assert found == listed
 
 
-def token_logprob_of_nine(size: int) -> float:
-    """log of exp(9) / (exp(9) + size - 1)."""
-    return -math.log1p((size - 1) * math.exp(-9))
+def logprob_of_twenty(size: int) -> float:
+    """log of exp(20) / (exp(20) + size - 1)."""
+    return -math.log1p((size - 1) * math.exp(-20))
 
 
 def test_token_logprob_agrees_with_the_definition():
