@@ -13,7 +13,7 @@ pytestmark = needs_emulator
 
 
 @pytest.mark.parametrize(
-    "case", attn_res_mix_cases(), ids=lambda c: f"{c.label}-{c.dtype}-{c.threads}".replace(" ", "-")
+    "case", list(attn_res_mix_cases()), ids=lambda c: f"{c.label}-{c.dtype}-{c.threads}".replace(" ", "-")
 )
 def test_against_the_reference(case: Case) -> None:
     prove(case)

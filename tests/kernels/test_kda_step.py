@@ -13,7 +13,7 @@ pytestmark = needs_emulator
 
 
 @pytest.mark.parametrize(
-    "case", kda_step_cases(), ids=lambda c: f"{c.label}-{c.dtype}-{c.threads}".replace(" ", "-")
+    "case", list(kda_step_cases()), ids=lambda c: f"{c.label}-{c.dtype}-{c.threads}".replace(" ", "-")
 )
 def test_against_the_reference(case: Case) -> None:
     prove(case)
