@@ -373,7 +373,7 @@ def results_of(text: str) -> list[str]:
         ([CALLS, result("3", "c"), CALLS, result("1", "a")], ["h 1 c", "f 1 a"]),
         ([CALLS, result("3", "c"), result("?", "x", name="n")], ["f 1 c", "n 2 x"]),
         ([CALLS, result("3", "c"), result("?", "x", name="n", tool="t")], ["f 1 c", "t 2 x"]),
-        ([CALLS, result("?", "x"), result("?", "y")], ["f 1 x", "g 2 y"]),
+        ([CALLS, *[result("?", "x")] * 3], ["f 1 x", "g 2 x", "h 3 x"]),
         ([result("?", "x", name="n")], ["n 1 x"]),
         (
             [

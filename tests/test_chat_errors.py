@@ -63,6 +63,7 @@ LAST = {"role": "assistant", "content": "x"}
         ([USER, assistant(call({}), call({"a": "\ud800"}))], r"messages\[1\]\.tool_calls\[1\]\..* holds"),
         ([assistant(call({"a": float("inf")}))], "cannot be written as JSON"),
         ([result("1")], "answers no call and names no tool"),
+        ([CALLS, *[result("?")] * 4], r"messages\[4\] answers no call and names no tool"),
         ([CALLS, result(7)], r"messages\[1\]\.tool_call_id is 7"),
         ([CALLS, result("?", tool=5)], "answers no call and names no tool"),
         ([{**LAST, "partial": True}, USER], r"messages\[0\]\.partial is set"),
