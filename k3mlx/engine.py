@@ -58,6 +58,7 @@ def load(
     lookahead: str | int | None = None,
     warm_start: str | bool | None = None,
     expert_trace: str | Path | None = None,
+    model_dirs: Sequence[str | Path] = (),
     prefill_step_size: int | str = "auto",
 ) -> Engine:
     """Open a Kimi K3 and load its dense weights.
@@ -74,7 +75,8 @@ def load(
     direct_io: `on` past the page cache, `off` through it, `auto` as K3_DIRECT or a probe of the disk says.
     pipe: whether reads go on while experts are computed (K3_PIPE, else `on`). lookahead: `auto`, `off` or how
     many experts of the next layer are read on a guess. warm_start: whether to read at first what was in memory
-    last time. expert_trace: a file to write the routing to.
+    last time. expert_trace: a file to write the routing to. model_dirs: folders with shards that are not in the
+    model's own, or with copies of them: reads are spread over their drives.
     prefill_step_size: prompt tokens per forward pass, `auto` the largest of a ladder that memory allows; the
     one setting here, with backend, device and dtype, that may change the last bits of a result.
     Raises UsageError, ModelFilesError or ResourceError.
@@ -84,10 +86,12 @@ def load(
     budget = expert_cache_from_environment() if expert_cache == "auto" else None
     if expert_cache != "auto":
         budget = parse_size(expert_cache, "expert_cache")
-    streaming = stream_options(io_threads, direct_io, pipe, lookahead, cache_policy, warm_start, expert_trace)
+    streaming = stream_options(
+        io_threads, direct_io, pipe, lookahead, cache_policy, warm_start, expert_trace, model_dirs
+    )
     choice = choose("numpy" if backend == "auto" and dtype == "float64" else backend, device)
     folder = resolve(model)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, streaming.model_dirs)
     try:
         plan = plan_memory(backend_needs(choice, checkpoint, dtype), limit, budget, step)
         made = make_backend(choice, checkpoint, dtype, budget, experts_device, cpu_threads, streaming, plan)

@@ -8,7 +8,7 @@ import gc
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,15 +37,15 @@ class Census(NamedTuple):
     notes: tuple[str, ...]
 
 
-def take_census(folder: Path, config: "ModelConfig") -> Census:
-    """Read every header in `folder` and check it against index and config.
+def take_census(folder: Path, config: "ModelConfig", elsewhere: Sequence[Path] = ()) -> Census:
+    """Read every header in `folder` (shards may also be in folders `elsewhere`); check index and config.
 
     Raises ModelFilesError with a line for each finding, at most 10 and then "and N more": missing shards (one
     finding each) and truncated files with the bytes that are missing, damaged headers, tensors missing,
     surplus, twice, misplaced, or of wrong shape or dtype.
     """
     with _collector_paused():
-        count = _Count(find_layout(folder), config)
+        count = _Count(find_layout(folder, elsewhere), config)
         count.read_shards()
     count.findings.extend(count.tensor_findings)
     count.findings.raise_if_any()

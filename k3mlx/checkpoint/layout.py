@@ -5,6 +5,7 @@ repository. Does not open the shards.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,14 +27,18 @@ class Layout(NamedTuple):
     total_size: int | None
 
 
-def find_layout(folder: Path) -> Layout:
-    """Find the files of a snapshot. Raises ModelFilesError if there are none or the index cannot be used."""
+def find_layout(folder: Path, elsewhere: Sequence[Path] = ()) -> Layout:
+    """Find the files of a snapshot; shards that are not in `folder` are looked for in other folders.
+
+    Raises ModelFilesError if there are none or the index cannot be used.
+    """
     if not os.path.isdir(folder):
         raise ModelFilesError(f"{folder}: model folder not found; expected a folder with safetensors in it")
     index = folder / INDEX_NAME
     if os.path.lexists(index):
         check_link(folder, index)
-        return _read_index(folder, index)
+        layout = _read_index(folder, index)
+        return layout._replace(shards=_located(layout.shards, elsewhere)) if elsewhere else layout
     single = folder / SINGLE_NAME
     if os.path.lexists(single):
         check_link(folder, single)
@@ -86,6 +91,15 @@ def _read_index(folder: Path, path: Path) -> Layout:
     metadata = index.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return Layout(dict(sorted(shards.items())), path, weight_map, total if type(total) is int else None)
+
+
+def _located(shards: dict[str, Path], elsewhere: Sequence[Path]) -> dict[str, Path]:
+    """Shards by name, those that are missing at their path in the first other folder that has them."""
+    found = {}
+    for name, path in shards.items():
+        others = [other / name for other in elsewhere if (other / name).exists()]
+        found[name] = others[0] if others and not path.exists() else path
+    return found
 
 
 def _is_plain_name(name: object) -> bool:

@@ -7,6 +7,7 @@ each stacked tensor, found without reading the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -35,16 +36,20 @@ Stored = TensorInfo | QuantizedInfo
 DERIVED = "derived"
 
 
-def is_conversion(folder: Path) -> bool:
+def is_conversion(folder: Path, elsewhere: Sequence[Path] = ()) -> bool:
     """Whether the tensors of a folder have mlx-lm's names."""
-    layout = find_layout(folder)
+    layout = find_layout(folder, elsewhere)
     stored = layout.weight_map or read_header(next(iter(layout.shards.values()))).tensors
     return any(".switch_mlp." in name or ".qkv_conv." in name or ".embed_q." in name for name in stored)
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder, as released or as converted by mlx-lm. Raises ModelFilesError."""
-    return MlxLmCheckpoint.open(folder) if is_conversion(folder) else Checkpoint.open(folder)
+def open_checkpoint(folder: Path, elsewhere: Sequence[Path] = ()) -> Checkpoint:
+    """The checkpoint in a folder, as released or as converted by mlx-lm. Raises ModelFilesError.
+
+    Shards that are not in the folder may be in those `elsewhere`.
+    """
+    kind = MlxLmCheckpoint if is_conversion(folder, elsewhere) else Checkpoint
+    return kind.open(folder, elsewhere=elsewhere)
 
 
 class MlxLmCheckpoint(Checkpoint):
@@ -61,7 +66,9 @@ class MlxLmCheckpoint(Checkpoint):
         self._stacks = stored.stacks
 
     @classmethod
-    def open(cls, folder: str | Path, config: ModelConfig | None = None) -> MlxLmCheckpoint:
+    def open(
+        cls, folder: str | Path, config: ModelConfig | None = None, elsewhere: Sequence[Path] = ()
+    ) -> MlxLmCheckpoint:
         """Read every header and check it against the configuration; reads no tensor data.
 
         Raises ModelFilesError with a line for each finding.
@@ -69,7 +76,7 @@ class MlxLmCheckpoint(Checkpoint):
         folder = Path(folder)
         config = config or _read_config(folder)
         findings = Findings()
-        infos, stamps = _read_headers(folder, findings)
+        infos, stamps = _read_headers(folder, elsewhere, findings)
         stored = _StoredTensors(infos, config, findings)
         findings.raise_if_any()
         config = replace(config, experts_are_mxfp4=stored.mxfp4)
@@ -266,11 +273,13 @@ def _squeezed(info: TensorInfo) -> TensorInfo:
     return info._replace(shape=info.shape[1:])
 
 
-def _read_headers(folder: Path, findings: Findings) -> tuple[dict[str, TensorInfo], dict[Path, FileStamp]]:
+def _read_headers(
+    folder: Path, elsewhere: Sequence[Path], findings: Findings
+) -> tuple[dict[str, TensorInfo], dict[Path, FileStamp]]:
     infos: dict[str, TensorInfo] = {}
     stamps: dict[Path, FileStamp] = {}
-    for shard, path in find_layout(folder).shards.items():
-        check_link(folder, path)
+    for shard, path in find_layout(folder, elsewhere).shards.items():
+        check_link(path.parent, path)
         if not path.exists():
             findings.add(f"{path}: shard missing ({shard})")
             continue

@@ -4,7 +4,7 @@ Owns the widening of stored formats and the merging of an expert's reads. Keeps 
 computes nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -60,15 +60,19 @@ class Checkpoint:
         self._files = FilePool(census.stamps)
 
     @classmethod
-    def open(cls, folder: str | Path, config: ModelConfig | None = None) -> "Checkpoint":
+    def open(
+        cls, folder: str | Path, config: ModelConfig | None = None, elsewhere: Sequence[Path] = ()
+    ) -> "Checkpoint":
         """Take a census of `folder` and open it; `config` is read from it unless given.
+
+        Shards that are not in it may be in the folders `elsewhere`.
 
         Raises ModelFilesError with a line for each finding (see `census.take_census`). Reads no tensor data.
         """
         folder = Path(folder)
         if config is None:
             config = load_config(folder)
-        return cls(folder, config, take_census(folder, config))
+        return cls(folder, config, take_census(folder, config, elsewhere))
 
     def close(self) -> None:
         """Close the files, after waiting for reads in progress. Later reads raise K3Error."""

@@ -92,6 +92,13 @@ def add_streaming_options(parser: argparse.ArgumentParser) -> None:
         help="read at first what was in memory last time (default: auto, for large models)",
     )
     group.add_argument("--expert-trace", metavar="FILE", help="write what the routers choose to a file")
+    group.add_argument(
+        "--model-dirs",
+        nargs="+",
+        default=(),
+        metavar="DIR",
+        help="folders on other drives with more of the shards, or with copies of them",
+    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +132,7 @@ def open_engine(args: argparse.Namespace) -> Engine:
         lookahead=args.lookahead,
         warm_start=args.warm_start,
         expert_trace=args.expert_trace,
+        model_dirs=args.model_dirs,
         prefill_step_size=args.prefill_step_size,
     )
     for line in engine.backend.notes:

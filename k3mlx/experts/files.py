@@ -10,15 +10,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from k3mlx.checkpoint.safetensors import FileStamp
-from k3mlx.checkpoint.untrusted import reason
+from k3mlx.checkpoint.layout import check_link
+from k3mlx.checkpoint.safetensors import HEADER_MAX, FileStamp
+from k3mlx.checkpoint.untrusted import reason, stat_file
 from k3mlx.errors import ModelFilesError
 
 from .slots import ALIGN, round_up
@@ -39,10 +40,20 @@ class ReadGivenUp(Exception):
 
 
 class ExpertFiles:
-    """Open files by path. `direct` may be switched at any time; it holds for reads that start later."""
+    """Open files by path. `direct` may be switched at any time; it holds for reads that start later.
 
-    def __init__(self, stamps: Mapping[Path, FileStamp], direct: bool = False) -> None:
+    `copies` are files of equal contents, on other drives, say: a read goes to the device that has least to do.
+    """
+
+    def __init__(
+        self,
+        stamps: Mapping[Path, FileStamp],
+        direct: bool = False,
+        copies: Mapping[Path, Sequence[Path]] | None = None,
+    ) -> None:
         self._stamps = stamps
+        self._sources = {path: (path, *others) for path, others in (copies or {}).items()}
+        self._load: dict[int, tuple[int, int]] = {}  # device -> bytes asked for and not read, bytes so far
         self.direct = direct
         self._lock = threading.Lock()
         self._files: dict[tuple[Path, bool], _File] = {}
@@ -55,6 +66,12 @@ class ExpertFiles:
         `memory` starts at a multiple of ALIGN and reaches to the next one after the read. Raises
         ModelFilesError when the file has changed, ends early or cannot be read, ReadGivenUp as asked.
         """
+        with self._source(path, nbytes) as source:
+            self._read(source, offset, nbytes, memory, give_up)
+
+    def _read(
+        self, path: Path, offset: int, nbytes: int, memory: NDArray[np.uint8], give_up: GiveUp | None
+    ) -> None:
         first, stop = offset - offset % ALIGN, offset + nbytes  # memory[x] is byte first + x
         done = offset
         if self.direct:
@@ -71,16 +88,37 @@ class ExpertFiles:
     def reopen(self, path: Path) -> None:
         """Close a path's descriptors when their reads have ended, so that the next read opens it anew."""
         with self._lock:
-            for direct in (False, True):
-                file = self._files.pop((path, direct), None)
-                if file is not None:
-                    file.retired = True
-                    file.close_if_idle()
+            for source in self._sources.get(path, (path,)):
+                for direct in (False, True):
+                    file = self._files.pop((source, direct), None)
+                    if file is not None:
+                        file.retired = True
+                        file.close_if_idle()
 
     def close(self) -> None:
         """Close every file; there must be no reads in progress."""
         for path, _ in list(self._files):
             self.reopen(path)
+
+    @contextmanager
+    def _source(self, path: Path, nbytes: int) -> Iterator[Path]:
+        """The copy to read now: on the device that has the fewest bytes waiting, then the fewest behind it."""
+        sources = self._sources.get(path)
+        if sources is None:
+            yield path
+            return
+        with self._lock:
+            loads = {source: self._load.get(_device(source), (0, 0)) for source in sources}
+            chosen = min(sources, key=loads.__getitem__)
+            device = _device(chosen)
+            waiting, done = loads[chosen]
+            self._load[device] = waiting + nbytes, done
+        try:
+            yield chosen
+        finally:
+            with self._lock:
+                waiting, done = self._load[device]
+                self._load[device] = waiting - nbytes, done + nbytes
 
     @contextmanager
     def _using(self, path: Path, direct: bool) -> Iterator[_File]:
@@ -95,6 +133,49 @@ class ExpertFiles:
             with self._lock:
                 file.readers -= 1
                 file.close_if_idle()
+
+
+def find_copies(
+    stamps: Mapping[Path, FileStamp], folders: Sequence[Path]
+) -> tuple[dict[Path, list[Path]], dict[Path, FileStamp]]:
+    """Files of the same name and header in other folders: copies by path, and stamps of all of them.
+
+    Raises ModelFilesError for a file of the same name that is another file.
+    """
+    copies: dict[Path, list[Path]] = {}
+    all_stamps = dict(stamps)
+    for path, stamp in stamps.items():
+        for folder in folders:
+            other = folder / path.name
+            if other == path or not other.exists():
+                continue
+            check_link(folder, other)
+            status = stat_file(other)
+            if status.st_size != stamp.size or _head(other) != _head(path):
+                raise ModelFilesError(
+                    f"{other}: not a copy of {path} ({status.st_size} bytes, the other has {stamp.size}):"
+                    " other contents under the same name"
+                )
+            copies.setdefault(path, []).append(other)
+            all_stamps[other] = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+    return copies, all_stamps
+
+
+def _head(path: Path) -> bytes:
+    """A safetensors file's length of header and header."""
+    try:
+        with open(path, "rb") as file:
+            length = file.read(8)
+            return length + file.read(min(HEADER_MAX, int.from_bytes(length, "little")))
+    except OSError as error:
+        raise ModelFilesError(f"{path}: cannot be read ({reason(error)})") from None
+
+
+def _device(path: Path) -> int:
+    try:
+        return os.stat(path).st_dev
+    except OSError:
+        return -1
 
 
 def _read_blocks(

@@ -6,7 +6,7 @@ Owns names, defaults and checks. None of these changes a result.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ class StreamOptions:
     policy: str = DEFAULT_POLICY
     warm_start: str = "off"  # auto: for models that take a while to read
     expert_trace: Path | None = None  # a file to write the routing to
+    model_dirs: tuple[Path, ...] = ()  # folders with shards, or copies of them, beside the model's own
 
 
 def stream_options(
@@ -40,6 +41,7 @@ def stream_options(
     policy: str | None = None,
     warm_start: str | bool | None = None,
     expert_trace: str | Path | None = None,
+    model_dirs: Sequence[str | Path] = (),
     environment: Mapping[str, str] | None = None,
 ) -> StreamOptions:
     """Options as given, else as the environment has them, else the defaults. Raises UsageError.
@@ -63,7 +65,15 @@ def stream_options(
         policy=policy or DEFAULT_POLICY,
         warm_start=_switch(warm_start, "warm_start", DIRECT, environment, "") or "auto",
         expert_trace=None if expert_trace is None else Path(expert_trace),
+        model_dirs=_folders(model_dirs),
     )
+
+
+def _folders(folders: Sequence[str | Path]) -> tuple[Path, ...]:
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise UsageError(f"model_dirs: {folder} is not a folder")
+    return tuple(map(Path, folders))
 
 
 def expert_cache_from_environment(environment: Mapping[str, str] | None = None) -> int | None:

@@ -73,15 +73,17 @@ class Lru:
 class DecayedFrequency:
     """Lowest sum of past uses first, each use halved in weight for every `half_life` uses since.
 
-    The half-life is in uses of the whole cache: a few times its capacity, so that a use counts while it
-    would still be recent. The sum F at time t is kept as log2 F + t / half_life, which orders keys at any time.
+    The half-life is in uses of the whole cache, half its capacity unless given: much shorter is LRU, much
+    longer keeps what was popular once. The sum F at time t is kept as log2 F + t / half_life, which orders
+    keys at any time.
     """
 
     name = "decayed"
 
     def __init__(self, capacity: int, half_life: float | None = None) -> None:
-        self._rate = 1 / (half_life or max(1.0, capacity / 2))
-        self._now = itertools.count()
+        self._rate = 1 / (half_life or max(1, capacity / 2))
+        self._uses = itertools.count()
+        self._order = itertools.count()
         self._score: dict[Key, float] = {}
         self._heap: list[tuple[float, int, Key]] = []
         self._past: OrderedDict[Key, float] = OrderedDict()  # scores of what was dropped lately
@@ -120,13 +122,13 @@ class DecayedFrequency:
         return sorted(self._score, key=self._score.__getitem__, reverse=True)
 
     def _use(self, key: Key, score: float) -> None:
-        now = next(self._now) * self._rate
+        now = next(self._uses) * self._rate
         high, low = max(score, now), min(score, now)
         self._set(key, high + math.log2(1 + 2.0 ** (low - high)))
 
     def _set(self, key: Key, score: float) -> None:
         self._score[key] = score
-        heapq.heappush(self._heap, (score, next(self._now), key))
+        heapq.heappush(self._heap, (score, next(self._order), key))
         if len(self._heap) > 64 + 8 * len(self._score):
             self._heap = [entry for entry in self._heap if self._score.get(entry[2]) == entry[0]]
             heapq.heapify(self._heap)

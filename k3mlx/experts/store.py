@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.errors import ModelFilesError, ResourceError
 
-from .files import ExpertFiles, ReadGivenUp, direct_supported
+from .files import ExpertFiles, ReadGivenUp, direct_supported, find_copies
 from .layout import ExpertLayout, Placement
 from .lookahead import Lookahead
 from .options import StreamOptions
@@ -101,7 +101,8 @@ class ExpertStore:
         self.minimum = min(checkpoint.config.num_experts_per_token, self.layout.count)  # slots
         self.capacity = self._slots_in(budget)
         self.lock = threading.Condition()
-        self.files = ExpertFiles(checkpoint.stamps, direct=self._choose_direct(checkpoint))
+        copies, stamps = find_copies(checkpoint.stamps, self.options.model_dirs)
+        self.files = ExpertFiles(stamps, self._choose_direct(checkpoint), copies)
         self.pool = ReadPool(self.options.io_threads)
         self._provider = slots or NumpySlots()
         self._policy = make_policy(self.options.policy, max(1, self.capacity))

@@ -176,7 +176,7 @@ from k3mlx.experts import files
 whole = os.preadv
 def slow(descriptor, buffers, offset):
     if threading.current_thread().name.startswith("k3mlx-read"):
-        print("reading", flush=True)
+        os.write(1, b"reading\\n")
         time.sleep(1)
     return whole(descriptor, buffers, offset)
 
@@ -197,16 +197,15 @@ print("left", left, flush=True)
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a POSIX signal")
 def test_ctrl_c_with_reads_in_flight(packed_folder, expected):
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(packed_folder)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout.readline() == "reading\n"
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=30)
-    finally:
-        process.kill()
+    command = [sys.executable, "-c", INTERRUPTED, str(packed_folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "reading\n"
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
     lines = [line for line in out.splitlines() if line != "reading"]
     assert process.returncode == 0
     assert lines == [f"after {float(expected[0].sum())}", "left []"]
