@@ -28,7 +28,7 @@ INNER_BYTES = 32 << 20  # SiTU values of one call of experts_mix; more pairs tha
 _SCALE_NAN = 255
 
 F32 = NDArray[np.float32]
-Triple = tuple[Matrix, Matrix, Matrix]
+Expert = tuple[NDArray, ...] | tuple[Matrix, Matrix, Matrix]  # w1, w2, w3 as stored: see `experts_mix`
 
 
 def default_threads() -> int:
@@ -96,7 +96,7 @@ class CpuKernels:
     def experts_mix(
         self,
         x: F32,
-        experts: Sequence[tuple[NDArray, ...]] | Sequence[Triple],
+        experts: Sequence[Expert],
         tokens: Sequence[NDArray[np.integer]],
         weights: Sequence[NDArray[np.floating]],
         beta: float,
