@@ -79,7 +79,12 @@ class MlxBackend:
                 mx.gpu if on_gpu else mx.cpu, 1 if on_gpu else threads, group=max(16, threads)
             )
             room = Room(
-                device, _kernels(device, kernels), streams, device if on_gpu else "cpu", self.watchdog
+                device,
+                _kernels(device, kernels),
+                streams,
+                device if on_gpu else "cpu",
+                self.watchdog,
+                threads,
             )
             loader = Loader(checkpoint, DTYPES[dtype], in_place=device != "cuda")
             with mx.stream(room.stream):
@@ -256,7 +261,12 @@ def _kernels(device: str, wanted: bool) -> Kernels:
         return Kernels(None)
     from k3mlx.kernels.mlx_maker import MlxMaker
 
-    return Kernels(MlxMaker(device), note=lambda line: log.warning("k3mlx: %s", line))
+    def note(line: str) -> None:
+        if not any(reason in line for reason in made.disabled.values()):  # those have had their line
+            log.warning("k3mlx: %s", line)
+
+    made = Kernels(MlxMaker(device), note=note)
+    return made
 
 
 def _guarded(hooks: Hooks, call: Call) -> Hooks:

@@ -69,7 +69,7 @@ def _mxfp4_words() -> str | None:
     codes = mx.array(np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, np.uint8)).view(
         mx.uint32
     )[None]
-    scales = mx.array(np.array([[126]], np.uint8))
+    codes, scales = mx.repeat(codes, 32, axis=0), mx.full((32, 1), 126, mx.uint8)
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6] * 2
     got = mx.quantized_matmul(mx.eye(32), codes, scales, mode="mxfp4", group_size=32, bits=4)[:, 0]
     return _check(got.tolist() == [v / 2 for v in values], "mxfp4 codes have other values")

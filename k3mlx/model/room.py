@@ -38,11 +38,17 @@ class Room:
     """The paths of one engine: used and changed by the thread that owns MLX only.
 
     kind: `metal`, `cuda` or `cpu`, where the dense parts run. experts: the streams for routed experts, which
-    run on the CPU unless `experts_kind` says otherwise.
+    run on the CPU unless `experts_kind` says otherwise; cpu_streams: how many to use if they fall back to it.
     """
 
     def __init__(
-        self, kind: str, kernels: Kernels, experts: ExpertStreams, experts_kind: str, watchdog: Watchdog
+        self,
+        kind: str,
+        kernels: Kernels,
+        experts: ExpertStreams,
+        experts_kind: str,
+        watchdog: Watchdog,
+        cpu_streams: int = 1,
     ) -> None:
         self.kind = kind
         self.kernels = kernels
@@ -55,6 +61,8 @@ class Room:
         self.failures: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.first_kind = kind
+        self._first_experts = experts_kind
+        self._cpu_streams = cpu_streams
         self._part = "head"
         self._evaluating = False
         self._launched: dict[str, int] = {}
@@ -70,7 +78,7 @@ class Room:
         self._part = part
         self.calls[part] += 1
         if part == "experts":
-            self.fallbacks[part] += self.experts is None
+            self.fallbacks[part] += self.experts is None or self.experts_kind != self._first_experts
         else:
             self.fallbacks[part] += self.kind != self.first_kind
 
@@ -90,20 +98,22 @@ class Room:
         """
         for stream in self._streams:
             self._settle(stream)
-        where = f"{self._part} failed on {self.kind}"
         short = " ".join(error.split())[:200]
         executing = bool(_EXECUTION.search(error))
+        suspects = self._suspects(error)
+        what = ", ".join(suspects) or f"a step, at {self._part},"
+        where = f"{what} failed on {self.kind}"
         if executing and self.kind == "cuda":
             raise EndOfRun(f"{where} and CUDA cannot go on after that: {short}")
-        suspects = self._suspects(error)
         if suspects and not (executing and self.kind == "metal"):
             for stem in suspects:
                 self.kernels.disable(stem, short, failed=stem == suspects[0])
-            remedy = f"plain operations instead of {', '.join(suspects)}"
-        elif self._part == "experts" and self.experts is not None and self.experts_kind == "cpu":
-            self.failures["experts"] += 1
-            self.experts = None
-            remedy = "routed experts in numpy from now on"
+            remedy = "plain operations instead"
+        elif (
+            self._part == "experts" and self.experts is not None and not (executing and self.kind == "metal")
+        ):
+            self._count_failure()
+            remedy = self._experts_fall_back()
         elif self.kind != "cpu":
             self._count_failure()
             self.to_cpu(short)
@@ -112,6 +122,16 @@ class Room:
             raise K3Error(f"{where} and nothing is left to fall back on: {short}")
         log.warning("k3mlx: %s (%s); the step is done again with %s", where, short, remedy)
 
+    def _experts_fall_back(self) -> str:
+        """From a GPU to the streams of the CPU, from there to numpy."""
+        if self.experts is None or self.experts_kind == "cpu":
+            self.experts = None
+            return "routed experts in numpy from now on"
+        self.experts = ExpertStreams(mx.cpu, self._cpu_streams, self.experts.group)
+        self.experts_kind = "cpu"
+        self._streams += self.experts.streams
+        return "routed experts on the CPU from now on"
+
     def to_cpu(self, reason: str) -> None:
         """Run everything on the CPU device from now on."""
         self.kind = "cpu"
@@ -119,7 +139,7 @@ class Room:
         self._streams.append(self.stream)
         self.kernels.disable_all(reason)
         if self.experts_kind != "cpu":
-            self.experts = None
+            self._experts_fall_back()
 
     def report(self, formats: dict[str, str]) -> list[dict[str, Any]]:
         """One row a part, in the form of the engine's report; `formats` are the weight formats."""

@@ -60,7 +60,8 @@ def test_a_kernel_that_does_not_compile_falls_to_plain_operations_on_the_gpu(roo
         room.recover(COMPILE.format("kda_step"))
     assert (room.kind, disabled(room), failures(room)) == ("metal", {"kda_step"}, {"kda": 1})
     assert len(caplog.messages) == 1
-    assert "plain operations instead of kda_step" in caplog.messages[0]
+    assert "kda_step failed on metal" in caplog.messages[0]
+    assert "plain operations instead" in caplog.messages[0]
 
 
 def test_a_kernel_that_cannot_be_launched_is_the_one_being_built(room_on):
@@ -90,7 +91,9 @@ def test_an_execution_fault_on_metal_ends_on_the_cpu(room_on):
     assert room.kind == "cpu"
     assert disabled(room) == {stem for stems in STEMS.values() for stem in stems}
     assert failures(room) == {"kda": 1}
-    assert room.experts is None  # they were on the GPU: numpy computes them
+    assert room.experts_kind == "cpu"  # they were on the GPU
+    room.enter("experts")
+    assert room.fallbacks["experts"] == 1
     room.enter("mla")
     assert room.fallbacks["mla"] == 1
 
@@ -123,6 +126,19 @@ def test_experts_that_fail_on_the_cpu_go_to_numpy(room_on):
     room.recover("RuntimeError: [quantized_matmul] something")
     assert (room.kind, room.experts, disabled(room)) == ("metal", None, set())
     assert failures(room) == {"experts": 1}
+
+
+def test_experts_that_fail_on_the_gpu_go_to_the_streams_of_the_cpu(room_on):
+    room = room_on("cuda", experts_kind="cuda")
+    room.enter("experts")
+    room._evaluating = True
+    room.recover("RuntimeError: [quantized_matmul] No implementation for problem shape: 1x40x32x1")
+    assert (room.kind, room.experts_kind, len(room.experts.streams)) == ("cuda", "cpu", 1)
+    assert failures(room) == {"experts": 1}
+    room.enter("experts")
+    room._evaluating = True
+    room.recover("RuntimeError: again")
+    assert room.experts is None
 
 
 def test_nothing_left_is_an_error(room_on):
