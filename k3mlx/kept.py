@@ -59,9 +59,9 @@ class Prompt:
 class _Entry:
     """A kept point of a timeline: in memory, or in a file of a saved session."""
 
-    nbytes: int
     snapshot: Snapshot | None
     path: Path | None = None
+    file_bytes: int = 0
 
 
 class KeptSessions:
@@ -84,12 +84,12 @@ class KeptSessions:
 
     @property
     def used(self) -> tuple[int, int]:
-        """Bytes in memory and bytes on disk."""
-        entries = self._entries.values()
-        return (
-            sum(entry.nbytes for entry in entries if entry.snapshot is not None),
-            sum(entry.nbytes for entry in entries if entry.path is not None),
-        )
+        """Bytes in memory and bytes on disk. What snapshots share counts once."""
+        memory: dict[int, int] = {}
+        for entry in self._entries.values():
+            if entry.snapshot is not None:
+                memory |= entry.snapshot.state.memory()
+        return sum(memory.values()), sum(entry.file_bytes for entry in self._entries.values())
 
     def resume(self, ids: Sequence[int]) -> Session:
         """A session that has read the longest kept beginning of `ids`, at least one id short of all."""
@@ -110,7 +110,7 @@ class KeptSessions:
         entry = self._entries.pop(snapshot.ids, None)
         if entry is None or entry.snapshot is None:
             self._forget_file(entry)
-            entry = _Entry(snapshot.nbytes, snapshot)
+            entry = _Entry(snapshot)
         self._entries[snapshot.ids] = entry
         self._make_room()
 
@@ -136,22 +136,15 @@ class KeptSessions:
             return None
 
     def _make_room(self) -> None:
-        memory, disk = self.used
         for ids, entry in list(self._entries.items()):
-            if memory <= self.memory_bytes:
+            if self.used[0] <= self.memory_bytes:
                 break
-            if entry.snapshot is None:
-                continue
-            memory -= entry.nbytes
-            if entry.nbytes <= self.disk_bytes and self._write(entry):
-                disk += entry.nbytes
-            else:
+            if entry.snapshot is not None and not (self.disk_bytes and self._write(entry)):
                 del self._entries[ids]
         for ids, entry in list(self._entries.items()):
-            if disk <= self.disk_bytes:
+            if self.used[1] <= self.disk_bytes:
                 break
             if entry.path is not None:
-                disk -= entry.nbytes
                 self._forget_file(self._entries.pop(ids))
 
     def _write(self, entry: _Entry) -> bool:
@@ -165,7 +158,7 @@ class KeptSessions:
             session = self._engine.session()
             session.restore(entry.snapshot)
             session.save(path)
-            entry.nbytes, entry.path, entry.snapshot = path.stat().st_size, path, None
+            entry.file_bytes, entry.path, entry.snapshot = path.stat().st_size, path, None
         except (K3Error, OSError):  # a full disk costs the snapshot, never the answer
             return False
         return True

@@ -140,7 +140,7 @@ def session_of(engine, ids):
 
 
 def test_the_least_recently_used_goes_first(engine):
-    size = session_of(engine, [1]).snapshot().nbytes
+    size = session_of(engine, [1]).snapshot().state.nbytes
     kept = KeptSessions(engine, int(size * 2.5))
     for id in (1, 2):
         kept.keep(session_of(engine, [id]))
@@ -153,7 +153,7 @@ def test_the_least_recently_used_goes_first(engine):
 
 
 def test_disk_behind_memory(engine):
-    size = session_of(engine, [1]).snapshot().nbytes
+    size = session_of(engine, [1]).snapshot().state.nbytes
     kept = KeptSessions(engine, int(size * 1.5), size * 2)
     for id in (1, 2, 3, 4):
         kept.keep(session_of(engine, [id]))
@@ -170,6 +170,23 @@ def test_disk_behind_memory(engine):
     assert [len(kept.resume([id, 9])) for id in (1, 2, 3, 4)] == [0, 0, 0, 1]
     kept.close()
     assert not folder.exists()
+
+
+def test_what_snapshots_share_counts_once(engine):
+    kept = KeptSessions(engine, 1 << 30)
+    session = session_of(engine, [1])
+    kept.keep(session)
+    one = kept.used[0]
+    session.feed([2])
+    kept.keep(session)
+    state = session.snapshot().state
+    own = sum(
+        bytes
+        for key, bytes in state.memory().items()
+        if key not in kept.resume([1, 9]).snapshot().state.memory()
+    )
+    assert own < state.nbytes  # the latents lie in one buffer
+    assert kept.used[0] == one + own
 
 
 def test_where_reading_pauses():

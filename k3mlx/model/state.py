@@ -123,15 +123,20 @@ class State:
             mx.clear_cache()  # what is kept for reuse has sizes that do not come again
         return State(tuple(layers), self.length + tokens)
 
+    def memory(self) -> dict[int, int]:
+        """Bytes that this state keeps alive, by buffer (at its capacity): states share some of them."""
+        sizes: dict[int, int] = {}
+        for layer in self.layers:
+            if isinstance(layer, LatentCache):
+                sizes[id(layer.buffer)] = layer.buffer.rows.nbytes
+            else:
+                sizes[id(layer.windows)], sizes[id(layer.state)] = layer.windows.nbytes, layer.state.nbytes
+        return sizes
+
     @property
     def nbytes(self) -> int:
-        """Bytes that this state keeps alive (buffers counted at their capacity)."""
-        return sum(
-            layer.buffer.rows.nbytes
-            if isinstance(layer, LatentCache)
-            else layer.windows.nbytes + layer.state.nbytes
-            for layer in self.layers
-        )
+        """All of `memory`."""
+        return sum(self.memory().values())
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Every array of the state by name, widened to float32: `0.windows` [3, W-1, P], `0.state` [H, D, D],

@@ -83,15 +83,20 @@ class State:
         mla = LatentCache.empty(config.kv_lora_rank + config.qk_rope_head_dim, dtype)
         return cls(tuple(kda if kind == "kda" else mla for kind in config.layer_kinds))
 
+    def memory(self) -> dict[int, int]:
+        """Bytes that this state keeps alive, by buffer (at its capacity): states share some of them."""
+        sizes: dict[int, int] = {}
+        for layer in self.layers:
+            if isinstance(layer, LatentCache):
+                sizes[id(layer.buffer)] = layer.buffer.rows.nbytes
+            else:
+                sizes[id(layer.windows)], sizes[id(layer.state)] = layer.windows.nbytes, layer.state.nbytes
+        return sizes
+
     @property
     def nbytes(self) -> int:
-        """Bytes that this state keeps alive (buffers counted at their capacity)."""
-        return sum(
-            layer.buffer.rows.nbytes
-            if isinstance(layer, LatentCache)
-            else layer.windows.nbytes + layer.state.nbytes
-            for layer in self.layers
-        )
+        """All of `memory`."""
+        return sum(self.memory().values())
 
     def arrays(self) -> dict[str, Array]:
         """Every array of the state by name: `0.windows`, `0.state`, `3.latents` and so on."""
