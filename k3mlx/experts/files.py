@@ -51,7 +51,7 @@ class ExpertFiles:
         direct: bool = False,
         copies: Mapping[Path, Sequence[Path]] | None = None,
     ) -> None:
-        self._stamps = stamps
+        self.stamps = stamps
         self._sources = {path: (path, *others) for path, others in (copies or {}).items()}
         self._load: dict[int, tuple[int, int]] = {}  # device -> bytes asked for and not read, bytes so far
         self.direct = direct
@@ -125,7 +125,7 @@ class ExpertFiles:
         with self._lock:
             file = self._files.get((path, direct))
             if file is None:
-                file = self._files[path, direct] = _File(path, self._stamps.get(path), direct)
+                file = self._files[path, direct] = _File(path, self.stamps.get(path), direct)
             file.readers += 1
         try:
             yield file

@@ -73,7 +73,7 @@ class Lru:
 class DecayedFrequency:
     """Lowest sum of past uses first, each use halved in weight for every `half_life` uses since.
 
-    The half-life is in uses of the whole cache, half its capacity unless given: much shorter is LRU, much
+    The half-life is in uses of the whole cache, a quarter of its capacity unless given: much shorter is LRU, much
     longer keeps what was popular once. The sum F at time t is kept as log2 F + t / half_life, which orders
     keys at any time.
     """
@@ -81,7 +81,7 @@ class DecayedFrequency:
     name = "decayed"
 
     def __init__(self, capacity: int, half_life: float | None = None) -> None:
-        self._rate = 1 / (half_life or max(1, capacity / 2))
+        self._rate = 1 / (half_life or max(1, capacity / 4))
         self._uses = itertools.count()
         self._order = itertools.count()
         self._score: dict[Key, float] = {}

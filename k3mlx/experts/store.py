@@ -207,6 +207,13 @@ class ExpertStore:
             self.trim()
             return self.budget
 
+    def drop_all(self) -> None:
+        """Forget every expert that nobody uses; its slot stays for others."""
+        with self.lock:
+            for entry in list(self._entries.values()):
+                if entry.state == READY and not (entry.wanted or entry.holds):
+                    self._evict(entry)
+
     def residents(self) -> list[Key]:
         """The experts in memory, the most valuable first."""
         with self.lock:
