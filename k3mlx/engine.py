@@ -149,13 +149,7 @@ class Engine:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The vocabulary, read at the first operation on text. Raises ModelFilesError if it is not there."""
-        tokenizer = Tokenizer.load(self.folder)
-        if tokenizer.vocab_size > self.config.vocab_size:
-            raise ModelFilesError(
-                f"{self.folder / 'tiktoken.model'}: {tokenizer.vocab_size} ids with the special ones, expected"
-                f" at most {self.config.vocab_size}, vocab_size of config.json: files of different models"
-            )
-        return tokenizer
+        return Tokenizer.load(self.folder, vocab_size=self.config.vocab_size)
 
     def session(self) -> Session:
         """A new timeline without tokens."""

@@ -120,6 +120,8 @@ class ChatReader:
         return parser.mode == "response" and not parser.in_tag and self._tokenizer.marker(id) is None
 
     def feed(self, id: int) -> list[Shown]:
+        if id in self._tokenizer.stop_ids and self._tokenizer.marker(id) is None:
+            return self.finish()  # a model may name an ordinary id as its end; the parser knows markers only
         shown = self._read(self._parser.feed(self._tokenizer.piece(id)))
         return shown if self._parser.mode == "response" else shown + self._flush()
 

@@ -1,6 +1,7 @@
 """The decode loop: stop ids, limits, channels, seeds, and the report of one run."""
 
 import json
+import shutil
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import k3mlx
 from k3mlx.errors import ModelFilesError, UsageError
 from k3mlx.generation import complete, sampling_defaults, stream_generate
+from tests.text import BYTES
 
 OPEN, CLOSE, SEP, END = (f"<|{name}|>" for name in ("open", "close", "sep", "end_of_msg"))
 
@@ -77,6 +79,16 @@ def test_tool_call(scripted):
     done = complete(scripted(call), "go", tools=[tool], thinking=False, temp=0)
     assert done.tool_calls == [{"name": "f", "arguments": '{"n": 2}'}]
     assert done.finish_reason == "stop"
+
+
+def test_an_ordinary_id_named_as_end_stops_and_is_not_text(byte_model, tmp_path):
+    folder = shutil.copytree(byte_model, tmp_path / "model")
+    end = BYTES.index(b"!")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end], "temperature": 0}))
+    with k3mlx.load(folder) as engine:
+        engine.backend = Scripted(engine, f"{CLOSE}think{SEP}{OPEN}response{SEP}ab!cd")
+        done = complete(engine, "hi")
+    assert (done.text, done.finish_reason) == ("ab", "stop")
 
 
 def test_limit(scripted):

@@ -135,7 +135,16 @@ def open_engine(args: argparse.Namespace) -> Engine:
         model_dirs=args.model_dirs,
         prefill_step_size=args.prefill_step_size,
     )
-    for line in engine.backend.notes:
+    try:
+        _say_what_runs(engine, args.verbose)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _say_what_runs(engine: Engine, verbose: bool) -> None:
+    for line in (*engine.backend.notes, *engine.tokenizer.warnings):
         note(f"k3mlx: {line}")
     parts = engine.backend.parts_report()
     experts = next(part["format"] for part in parts if part["part"] == "experts")
@@ -145,11 +154,10 @@ def open_engine(args: argparse.Namespace) -> Engine:
         f" {engine.backend.name} {engine.backend.dtype} on {engine.backend.device}"
     )
     plan = engine.governor.plan
-    for line in plan.lines() if args.verbose or plan.dense_bytes_per_pass else ():
+    for line in plan.lines() if verbose or plan.dense_bytes_per_pass else ():
         note(f"k3mlx: {line}")
-    if args.verbose:
+    if verbose:
         note(parts_table(parts))
-    return engine
 
 
 def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:

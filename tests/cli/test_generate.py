@@ -188,6 +188,15 @@ def test_damaged_model_exits_3(run, byte_model, tmp_path, damage, message):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_names_of_another_vocabulary_are_set_aside_aloud(run, byte_model, tmp_path):
+    folder = shutil.copytree(byte_model, tmp_path / "model")
+    names = {"added_tokens_decoder": {"258": {"content": "<|im_end|>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    result = run(*RAW, "-p", "a", model=folder)
+    assert result.code == 0
+    assert "tokenizer_config.json" in result.err
+
+
 def process(model, *arguments, **options):
     command = [sys.executable, "-m", "k3mlx", "generate", "--model", str(model), *arguments]
     return subprocess.Popen(
