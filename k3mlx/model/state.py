@@ -36,10 +36,9 @@ class _Rows:
         self.used = used
 
     def write(self, start: int, new: mx.array) -> None:
-        """Put `new` behind row `start`. The only reference to the old array goes along, so that MLX writes
-        in its memory instead of copying the buffer."""
-        rows = self.__dict__.pop("rows")
-        self.rows = mx.slice_update(rows, new, mx.array([start, 0]), (0, 1))
+        """Put `new` behind row `start`. No other reference to the old array is left when this is evaluated, so
+        MLX writes in its memory instead of copying the buffer."""
+        self.rows = mx.slice_update(self.rows, new, mx.array([start, 0]), (0, 1))
         self.used = start + new.shape[0]
 
 
