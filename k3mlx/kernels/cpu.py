@@ -145,7 +145,7 @@ class CpuKernels:
             arrays = part - part[0], token[pairs], row[pairs], weight[pairs]
             _succeeded(
                 _library().k3_experts_mix(
-                    *(self._handle, self.threads, _address(records[first:]), last - first),
+                    *(self._handle, self.threads, records[first:].ctypes.data, last - first),
                     *(_address(array) for array in arrays),
                     *(_address(x), x.shape[1], len(x), beta, linear_beta, _address(out), x.shape[1]),
                 )

@@ -114,18 +114,11 @@ def stack_experts(experts: Sequence[Any], latent: int) -> NDArray:
     records = np.empty((len(experts), 3), RECORD)
     records[0] = [matrix.record[0] for matrix in first]
     if all(isinstance(part, np.ndarray) for part in experts[0]):
-        shapes = [array.shape for array in experts[0]]
-        pointers = np.empty((len(experts), 6), np.uint64)
-        for number, expert in enumerate(experts):
-            for part, (array, shape) in enumerate(zip(expert, shapes, strict=True)):
-                if array.shape != shape or array.dtype != np.uint8 or not array.flags.c_contiguous:
-                    raise UsageError(
-                        f"part {part} of expert {number} is {array.dtype}{array.shape}; expected contiguous "
-                        f"uint8{shape} as of expert 0"
-                    )
-                pointers[number, part] = array.__array_interface__["data"][0]
-        records[1:] = records[0]
-        records["weight"], records["scale"] = pointers[:, ::2], pointers[:, 1::2]
+        words = records.view(np.uint64).reshape(len(experts), 3, -1)
+        words[1:] = words[0]
+        words[:, :, :2] = np.array(_addresses(experts), np.uint64).reshape(
+            len(experts), 3, 2
+        )  # weight, scale
         return records
     for number, expert in enumerate(experts):
         records[number] = [matrix.record[0] for matrix in _matrices(expert)]
@@ -135,6 +128,22 @@ def stack_experts(experts: Sequence[Any], latent: int) -> NDArray:
                 f"experts of one call differ in {field}; expected the shapes and formats of expert 0"
             )
     return records
+
+
+def _addresses(experts: Sequence[tuple[NDArray, ...]]) -> list[int]:
+    """Where the six arrays of each expert start, after checking that they are like those of the first."""
+    shapes = [array.shape for array in experts[0]]
+    addresses: list[int] = []
+    for number, expert in enumerate(experts):
+        for part, (array, shape) in enumerate(zip(expert, shapes, strict=True)):
+            found = array.__array_interface__  # one look at an array: each attribute costs as much
+            if found["shape"] != shape or found["typestr"] != "|u1" or found["strides"] is not None:
+                raise UsageError(
+                    f"part {part} of expert {number} is {array.dtype}{array.shape}; expected contiguous "
+                    f"uint8{shape} as of expert 0"
+                )
+            addresses.append(found["data"][0])
+    return addresses
 
 
 def _matrices(expert: Any) -> tuple[Matrix, Matrix, Matrix]:

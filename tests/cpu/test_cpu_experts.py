@@ -156,6 +156,14 @@ def test_an_mlp_of_dense_matrices(kernels, rng, kept_as):
     assert np.abs(got - expected).max() <= 1e-6 * np.abs(expected).max()
 
 
+def test_nothing_of_an_earlier_call_is_left(kernels, rng):
+    """A call with NaN fills the working buffers; the next one's rows end inside a block of theirs."""
+    wide = [Matrix.dense(np.ones(shape, np.float32)) for shape in ((256, 40), (256, 40), (40, 256))]
+    kernels.situ_mlp(np.full((3, 40), np.nan, np.float32), *wide, BETA, LINEAR_BETA)
+    narrow = [Matrix.dense(np.ones(shape, np.float32)) for shape in ((35, 33), (35, 33), (33, 35))]
+    assert np.isfinite(kernels.situ_mlp(np.ones((3, 33), np.float32), *narrow, BETA, LINEAR_BETA)).all()
+
+
 def test_matrices_of_different_formats(kernels, rng):
     """Int4 gate and up, MXFP4 down: the inner values are reordered for the format that reads them."""
     packed, scale = random_mxfp4(rng, 64, 160)
