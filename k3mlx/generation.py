@@ -313,7 +313,7 @@ def _feed_prompt(
                 on_progress(start + fed, total)
 
         logits = session.feed(prompt.ids[at:end], should_stop=should_stop, on_pass=on_pass)
-        if kept is not None and end < total:
+        if kept is not None and (end < total or not prompt.borders):  # plain text may be continued anywhere
             kept.keep(session)
         at = end
     return logits

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt-cache-file",
         metavar="FILE",
-        help="do not read again what this file has read of the prompt, and write it at the end",
+        help="do not read again what this file holds of the prompt; what was read is written there",
     )
     add_sampling_options(parser)
     add_model_options(parser)
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         )
         completion = printer.show(pieces)
         if kept is not None:
-            kept.resume([*completion.prompt_ids, *completion.ids]).save(args.prompt_cache_file)
+            kept.resume([*completion.prompt_ids, -1]).save(args.prompt_cache_file)
     if args.verbose:
         note(parts_table(completion.report["parts"]))
     note(report_line(completion))
@@ -90,13 +90,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_cache(file: str | None, engine: Engine) -> KeptSessions | None:
     """What earlier runs have read, if that is kept in a file; the file need not be there yet."""
+    from k3mlx.errors import UsageError
     from k3mlx.kept import KeptSessions
 
     if file is None:
         return None
     kept = KeptSessions(engine, sys.maxsize)
     if Path(file).exists():
-        kept.keep(engine.load_session(file))
+        session = engine.load_session(file)
+        if session.notes:
+            raise UsageError(f"{file} holds a conversation of k3mlx chat; give another --prompt-cache-file")
+        kept.keep(session)
     return kept
 
 

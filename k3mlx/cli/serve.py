@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
 
 HELP = "serve the model to OpenAI clients and to a web page, on this machine unless told otherwise"
 
+LOADING_SECONDS = 10.0  # between two lines while weights load
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -75,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
 
     def load() -> Engine:
         note(f"{settings.model}: loading; {url}/health tells when it is ready")
-        return open_engine(args)
+        with _still_loading(settings.model):
+            return open_engine(args)
 
     worker = Worker(
         load,
@@ -89,6 +95,27 @@ def run(args: argparse.Namespace) -> int:
     if failure:
         raise failure[0]
     return 0
+
+
+@contextmanager
+def _still_loading(model: str) -> Iterator[None]:
+    """Say every now and then that loading goes on, and how far memory has grown."""
+    from k3mlx.memory import format_size, peak_memory_bytes
+
+    done, started = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not done.wait(LOADING_SECONDS):
+            seconds = time.monotonic() - started
+            note(f"{model}: loading for {seconds:.0f} s, {format_size(peak_memory_bytes())} in memory")
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def served_name(model: str | None) -> str:

@@ -1,6 +1,7 @@
 """`k3mlx serve` as a process: start, signals, exit codes."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+import k3mlx.cli.serve
 from k3mlx.cli.serve import served_name
 from tests.server.conftest import until
 
@@ -88,6 +90,15 @@ def test_bad_arguments(arguments, message):
     result = serve(*arguments)
     assert (result.returncode, "Traceback" in result.stderr) == (2, False)
     assert message in result.stderr
+
+
+def test_a_long_load_is_reported(monkeypatch, capsys):
+    monkeypatch.setattr(k3mlx.cli.serve, "LOADING_SECONDS", 0.05)
+    with k3mlx.cli.serve._still_loading("big"):
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    assert re.fullmatch(r"big: loading for \d+ s, [\d.]+ .B in memory", lines[0])
 
 
 def test_the_name_clients_use(tmp_path):
