@@ -22,7 +22,7 @@ from k3mlx.reference.ops import rms_norm, sigmoid
 
 from . import launch
 
-Floats = NDArray[np.floating]
+Floats = NDArray[Any]  # numbers of any dtype
 LOWER_BOUND, EPS, L2_EPS = -5.0, 1e-5, 1e-6
 FLOAT32_TOLERANCE = 2e-6
 SCORE_TOLERANCE = 1e-6
@@ -177,11 +177,16 @@ def kda_case(
 
 def _kda_reference(arrays: Sequence[Floats], eps: float, precision: type) -> list[Floats]:
     """The reference over a batch, which it does not know itself."""
-    wide = [a.astype(precision) for a in arrays]
-    results = [
-        reference_kda.kda_step(*(a[n] for a in wide[:8]), *wide[8:], LOWER_BOUND, eps, L2_EPS)
-        for n in range(len(wide[0]))
-    ]
+    wide: list[Floats] = [a.astype(precision) for a in arrays]
+    taps, A_log, dt_bias, o_norm = wide[8:]
+    results = []
+    for n in range(len(wide[0])):
+        q, k, v, z, b, gate, windows, state = (a[n] for a in wide[:8])
+        results.append(
+            reference_kda.kda_step(
+                q, k, v, z, b, gate, windows, state, taps, A_log, dt_bias, o_norm, LOWER_BOUND, eps, L2_EPS
+            )
+        )
     return [np.stack(parts) for parts in zip(*results, strict=True)]
 
 
@@ -220,8 +225,8 @@ def attn_res_case(
     def judge(outputs: Sequence[Floats]) -> list[Check]:
         results = []
         for precision in (np.float64, np.float32):
-            wide = [a.astype(precision) for a in (blocks, partial, norm, query, out_norm)]
-            mixed = reference_attn_res.attn_res_mix(list(wide[0]), *wide[1:4], EPS)
+            wide: list[Floats] = [a.astype(precision) for a in (blocks, partial, norm, query, out_norm)]
+            mixed = reference_attn_res.attn_res_mix(list(wide[0]), wide[1], wide[2], wide[3], EPS)
             results.append((mixed, rms_norm(mixed, wide[4], EPS)))
         return [
             compare(name, got, results[0][n], results[1][n], dtype)
@@ -267,7 +272,7 @@ def route_case(
         return [
             _check_ids(ids, expected, biased, kind),
             _check_weights(ids, weights, scores, scaling),
-            exact("flags", flags, np.isnan(logits).any(axis=-1).astype(np.int32)),
+            exact("flags", flags, np.array([int(np.isnan(row).any()) for row in logits])),
         ]
 
     label = f"{kind} T{tokens} E{experts} K{k}"
@@ -288,7 +293,8 @@ def _check_ids(ids: Floats, expected: NDArray[np.intp], biased: Floats, kind: st
         return Check("ids", "score gap", float("nan"), 0.0, "ids out of range or repeated")
     if kind == "ties":
         return exact("ids", ids, expected)
-    gap = np.take_along_axis(biased, expected, -1) - np.take_along_axis(biased, ids.astype(np.intp), -1)
+    best, chosen = (np.take_along_axis(biased, n.astype(np.intp), -1) for n in (expected, ids))
+    gap = np.where(best == chosen, 0.0, best - np.where(best == chosen, 0.0, chosen))
     worst = np.unravel_index(np.argmax(np.abs(gap)), gap.shape)
     where = f"ids{[int(n) for n in worst]}: got {int(ids[worst])}, expected {int(expected[worst])}"
     return Check("ids", "score gap", float(np.max(np.abs(gap))), SCORE_TOLERANCE, where)

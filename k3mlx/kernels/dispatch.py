@@ -95,8 +95,9 @@ class Kernels:
         if outputs is None:
             from . import plain
 
-            outputs = plain.kda_step(*arguments)
-        return tuple(outputs)
+            return plain.kda_step(*arguments)
+        out, new_windows, new_state = outputs
+        return out, new_windows, new_state
 
     def attn_res_mix(
         self, blocks: Array | None, partial: Array, norm: Array, query: Array, eps: float, out_norm: Array
@@ -119,8 +120,9 @@ class Kernels:
         if outputs is None:
             from . import plain
 
-            outputs = plain.attn_res_mix(blocks, partial, norm, query, eps, out_norm)
-        return tuple(outputs)
+            return plain.attn_res_mix(blocks, partial, norm, query, eps, out_norm)
+        mixed, normed = outputs
+        return mixed, normed
 
     def route_topk(
         self, x: Array, gate: Array, bias: Array, k: int, scaling: float
@@ -148,8 +150,9 @@ class Kernels:
         if outputs is None:
             from . import plain
 
-            outputs = plain.select_topk(logits, bias, k, scaling)
-        return tuple(outputs)
+            return plain.select_topk(logits, bias, k, scaling)
+        ids, weights, flags = outputs
+        return ids, weights, flags
 
     def _launch(self, stem: str, build: Callable[[Maker, int], Launch]) -> list[Array] | None:
         """The outputs of one launch, or None when the plain path has to be taken (counted and noted)."""

@@ -57,7 +57,7 @@ def kda_step(
     o = o.transpose(0, 2, 1, 3)
     o = o * mx.rsqrt(o.square().mean(axis=-1, keepdims=True) + eps) * o_norm.astype(mx.float32)
     y = o * mx.sigmoid(gate.astype(mx.float32).reshape(split))
-    return y.reshape(batch, tokens, heads * width).astype(dtype), mx.stack(fresh, axis=1), state
+    return y.reshape(batch, tokens, heads * width).astype(dtype), mx.stack(list(fresh), axis=1), state
 
 
 def _recurrent(
@@ -109,6 +109,14 @@ def _solve_unit_lower(m: mx.array, rhs: mx.array) -> mx.array:
     return x
 
 
+def _row_sum(x: mx.array) -> mx.array:
+    """Sum over the last axis in two stages: on the CPU one float32 sum over thousands loses a digit."""
+    width = x.shape[-1]
+    if width % 64:
+        return x.sum(axis=-1)
+    return x.reshape(*x.shape[:-1], width // 64, 64).sum(axis=-1).sum(axis=-1)
+
+
 def attn_res_mix(
     blocks: mx.array | None,
     partial: mx.array,
@@ -122,10 +130,12 @@ def attn_res_mix(
     sources = partial[None] if blocks is None else mx.concatenate([blocks, partial[None]])
     sources = sources.astype(mx.float32)  # [N + 1, T, D]
     direction = norm.astype(mx.float32) * query.astype(mx.float32)
-    scores = (sources * direction).sum(axis=-1) * mx.rsqrt(sources.square().mean(axis=-1) + eps)
+    width = partial.shape[-1]
+    scores = _row_sum(sources * direction) * mx.rsqrt(_row_sum(sources.square()) / width + eps)
     weights = mx.softmax(scores, axis=0)[..., None]
     mixed = (weights * sources).sum(axis=0)
-    normed = mixed * mx.rsqrt(mixed.square().mean(axis=-1, keepdims=True) + eps) * out_norm.astype(mx.float32)
+    scale = mx.rsqrt(_row_sum(mixed.square())[..., None] / width + eps)
+    normed = mixed * scale * out_norm.astype(mx.float32)
     return mixed.astype(dtype), normed.astype(dtype)
 
 
