@@ -23,7 +23,10 @@ class Shown(NamedTuple):
 
 
 class StopStrings:
-    """Looks for strings in text that comes in parts, and lets through what cannot belong to one of them."""
+    """Looks for strings in text that comes in parts, and lets through what cannot belong to one of them.
+
+    The string that is complete first counts, of two that end together the longer one; the parts do not matter.
+    """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.found = False
@@ -35,10 +38,11 @@ class StopStrings:
         if self.found or not self._strings:
             return "" if self.found else text
         text = self._held + text
-        places = [place for place in map(text.find, self._strings) if place >= 0]
-        if places:
+        found = [(text.find(string), len(string)) for string in self._strings if string in text]
+        if found:
             self.found, self._held = True, ""
-            return text[: min(places)]
+            start, _ = min(found, key=lambda match: (sum(match), match[0]))
+            return text[:start]
         held = max(self._overlap(text, string) for string in self._strings)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

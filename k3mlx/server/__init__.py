@@ -1,5 +1,5 @@
 """An OpenAI-compatible server: HTTP on one side, an engine's sessions on the other.
 
-`app.py` is what a request meets first, `requests.py` reads bodies, `worker.py` owns the engine and does one
-answer at a time, `wire.py` writes what OpenAI's clients expect. Needs the extra `server`.
+A request passes `guard.py`, `app.py` and `requests.py` and becomes a job of `worker.py`, whose thread owns the
+engine and does one job at a time; `answers.py` and `wire.py` carry the answer back. Needs the extra `server`.
 """

@@ -1,6 +1,7 @@
 """OpenAI's own client against `k3mlx serve` with the small model of the package, and a soak of requests."""
 
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -90,6 +91,7 @@ def test_stop_and_limit(nano):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the present size of a process")
 def test_two_thousand_requests_do_not_grow_the_server():
     """Chats of changing lengths and kinds, each tenth one left in the middle of its stream."""
     server = Process(None, "--session-memory", "20MB", "--session-disk", "0")
