@@ -209,7 +209,8 @@ def make_backend(
 
         made = MlxBackend(
             checkpoint, dtype, expert_cache, streaming,
-            device=choice.device, kernels=choice.kernels, experts_device=experts_device, threads=cpu_threads,
+            device=choice.device, kernels=choice.kernels, must=choice.must,
+            experts_device=experts_device, threads=cpu_threads,
             **({} if plan is None else {"cache_bytes": mlx_cache_limit(plan.memory)}),
         )  # fmt: skip
     made.notes = (*choice.notes, *made.notes)

@@ -24,13 +24,15 @@ TF32 = "MLX_ENABLE_TF32"
 class Choice:
     """backend: `mlx` or `numpy`. device: `metal`, `cuda` or `cpu`. notes: lines for the person at the terminal.
 
-    kernels: whether the kernels of this package may be used on the device; False on the CPU.
+    kernels: whether the kernels of this package may be used on the device; False on the CPU. must: they were asked
+    for, so that one that fails its self-test is an error.
     """
 
     backend: str
     device: str
     kernels: bool = False
     notes: tuple[str, ...] = ()
+    must: bool = False
 
 
 def choose(backend: str = "auto", device: str = "auto", environ: Mapping[str, str] | None = None) -> Choice:
@@ -84,7 +86,7 @@ def _on_gpu(mx: Any, backend: str, wanted: str, why: str) -> Choice:
         instead = "numpy" if backend == "auto" else "mlx"
         line = f"no Metal or CUDA device: {instead} on the CPU"
         return Choice(instead, "cpu", notes=(*notes, line))
-    return Choice("mlx", kind, kernels=True, notes=notes)
+    return Choice("mlx", kind, kernels=True, notes=notes, must=wanted == "metal")
 
 
 def gpu_kind(mx: Any) -> str | None:

@@ -87,6 +87,8 @@ def test_k3_metal_1_must_have_metal(fake_mlx, backend):
     if backend != "numpy":
         fake_mlx("metal")
         assert found(backend, "auto", K3_METAL="1") == ("mlx", "metal", True)
+        assert choose(backend, environ={"K3_METAL": "1"}).must
+        assert not choose(backend, environ={}).must
 
 
 def test_k3_metal_0_never_looks_for_a_gpu(fake_mlx):

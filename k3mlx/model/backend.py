@@ -44,7 +44,8 @@ class MlxBackend:
 
     device: `metal`, `cuda` or `cpu`, known to be there. dtype: of the activations and the dense weights.
     experts_device: `cpu` for streams of the CPU, `gpu` for MLX's own matmul on the GPU. threads: CPU streams.
-    kernels: whether the kernels of this package are used on the GPU. cache_bytes: freed buffers that MLX may keep.
+    kernels: whether the kernels of this package are used on the GPU, those that have passed the self-test; must: one
+    that has not is an error. cache_bytes: freed buffers that MLX may keep.
     """
 
     name = "mlx"
@@ -59,6 +60,7 @@ class MlxBackend:
         *,
         device: str = "cpu",
         kernels: bool = False,
+        must: bool = False,
         experts_device: str = "cpu",
         threads: int | None = None,
         cache_bytes: int = CACHE_BYTES,
@@ -72,6 +74,8 @@ class MlxBackend:
         self._slots = MlxSlots()
         self.store = ExpertStore(checkpoint, expert_cache, streaming, self._slots)
 
+        launchers, gated = _kernels(device, kernels, must)
+
         def build(call: Call) -> tuple[Room, MlxModel, list[str]]:
             mx.set_cache_limit(cache_bytes)
             on_gpu = experts_device == "gpu" and device != "cpu"
@@ -80,7 +84,7 @@ class MlxBackend:
             )
             room = Room(
                 device,
-                _kernels(device, kernels),
+                launchers,
                 streams,
                 device if on_gpu else "cpu",
                 self.watchdog,
@@ -104,7 +108,7 @@ class MlxBackend:
         self.model: MlxModel | None = model
         self._formats = model.formats() | {"experts": _expert_format(checkpoint)}
         self._formats = {part: form for part, form in self._formats.items() if part in _parts(checkpoint)}
-        self.notes = (*notes, *self._slow_formats())
+        self.notes = (*gated, *notes, *self._slow_formats())
 
     @property
     def device(self) -> str:
@@ -256,17 +260,33 @@ def _expert_format(checkpoint: Checkpoint) -> str:
     return {"BF16": "bfloat16", "F16": "float16"}.get(stored, "float32")
 
 
-def _kernels(device: str, wanted: bool) -> Kernels:
+def _kernels(device: str, wanted: bool, must: bool) -> tuple[Kernels, list[str]]:
+    """The launchers of a device, and lines on what its self-test has not let through.
+
+    Raises ResourceError for such a kernel if it must be used.
+    """
     if device == "cpu" or not wanted:
-        return Kernels(None)
+        return Kernels(None), []
     from k3mlx.kernels.mlx_maker import MlxMaker
+    from k3mlx.selftest import gate
+
+    verdict = gate(device)
+    lines = [
+        f"{stem}: plain operations instead of the kernel: {why}" for stem, why in verdict.disabled.items()
+    ]
+    if must and lines:
+        raise ResourceError(
+            f"K3_METAL=1 asks for Metal, but {'; '.join(verdict.disabled.values())}: see k3mlx selftest"
+        )
 
     def note(line: str) -> None:
         if not any(reason in line for reason in made.disabled.values()):  # those have had their line
             log.warning("k3mlx: %s", line)
 
-    made = Kernels(MlxMaker(device), note=note)
-    return made
+    made = Kernels(MlxMaker(device), verdict.threads, note)
+    for stem, why in verdict.disabled.items():
+        made.disable(stem, why, failed=False)
+    return made, lines
 
 
 def _guarded(hooks: Hooks, call: Call) -> Hooks:

@@ -1,7 +1,7 @@
 """What this package relies on in MLX and MLX does not promise, tried on this machine.
 
-Owns the harmless trials, a few milliseconds at every load. Failures that MLX is made to have on purpose
-are tried by the self-test, in a process of their own.
+Owns the harmless trials, a few milliseconds at every load. That failures raise is tried by the self-test,
+in a process of its own.
 """
 
 from __future__ import annotations
