@@ -87,6 +87,7 @@ def test_file_cut_at_any_byte(path: Path) -> None:
         ([], "header is \\[\\], expected a JSON object"),
         ({"__metadata__": 3}, "__metadata__ is 3"),
         ({"a": 3}, "described as 3"),
+        ({"a": 10**3999}, "described as 1000"),
         ({"a": {"dtype": "U8", "shape": [1]}}, "expected dtype, shape and data_offsets"),
         ({"a": entry(0, 1, shape={})}, "described as"),
         ({"a": entry(0, 1, shape="1")}, "described as"),
