@@ -211,7 +211,7 @@ def make_backend(
             checkpoint, dtype, expert_cache, streaming,
             device=choice.device, kernels=choice.kernels, must=choice.must,
             experts_device=experts_device, threads=cpu_threads,
-            **({} if plan is None else {"cache_bytes": mlx_cache_limit(plan.memory)}),
+            cache_bytes=None if plan is None else mlx_cache_limit(plan.memory),
         )  # fmt: skip
     made.notes = (*choice.notes, *made.notes)
     return made

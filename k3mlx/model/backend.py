@@ -63,7 +63,7 @@ class MlxBackend:
         must: bool = False,
         experts_device: str = "cpu",
         threads: int | None = None,
-        cache_bytes: int = CACHE_BYTES,
+        cache_bytes: int | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise UsageError(f"dtype is {dtype!r}, expected bfloat16 or float32 on the mlx backend")
@@ -77,7 +77,7 @@ class MlxBackend:
         launchers, gated = _kernels(device, kernels, must)
 
         def build(call: Call) -> tuple[Room, MlxModel, list[str]]:
-            mx.set_cache_limit(cache_bytes)
+            mx.set_cache_limit(CACHE_BYTES if cache_bytes is None else cache_bytes)
             on_gpu = experts_device == "gpu" and device != "cpu"
             streams = ExpertStreams(
                 mx.gpu if on_gpu else mx.cpu, 1 if on_gpu else threads, group=max(16, threads)

@@ -7,6 +7,7 @@ the projections around the latent space are in `model.py`. Source: model specifi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ class ExpertStreams:
     """
 
     def __init__(self, device: Any, count: int, group: int) -> None:
-        self.streams = [mx.new_stream(device) for _ in range(count)]
+        self.streams = _streams(device, count)
         self.group = group
 
     def mix(
@@ -85,6 +86,16 @@ class ExpertStreams:
                 products[held.expert] = situ_mlp(rows, w1, w3, w2, beta, linear_beta).astype(mx.float32)
         evaluate(list(products.values()))
         return {expert: np.array(product, copy=False) for expert, product in products.items()}
+
+
+_made: dict[tuple[int, str], list[Any]] = {}
+
+
+def _streams(device: Any, count: int) -> list[Any]:
+    """Streams of this thread; MLX never ends one, so the next engine gets those that are there."""
+    pool = _made.setdefault((threading.get_ident(), str(device)), [])
+    pool += [mx.new_stream(device) for _ in range(count - len(pool))]
+    return pool[:count]
 
 
 def keeps_apart(ids: NDArray[np.intp], latent: int) -> bool:

@@ -1,10 +1,13 @@
 """The thread that owns MLX: results and errors reach the caller, and a caller that leaves stops the work."""
 
+import os
+import sys
 import threading
 import time
 
 import pytest
 
+import k3mlx
 from k3mlx.model.owner import Owner
 from k3mlx.watchdog import Watchdog
 
@@ -57,3 +60,20 @@ def test_an_interrupted_caller_stops_the_work(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         Owner().call(work, Interrupted())
     assert stopped.wait(5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_engines_share_the_streams(byte_model):
+    """A stream is a thread of the system that never ends: many engines must not mean many threads."""
+    counts = []
+    for _ in range(3):
+        with k3mlx.load(byte_model, backend="mlx", device="cpu", cpu_threads=3) as engine:
+            engine.session().feed([1, 2, 3])
+            streams = engine.backend.room.experts.streams
+            counts.append(os_threads())
+    assert len({str(stream) for stream in streams}) == 3
+    assert counts[0] == counts[2]
+
+
+def os_threads():
+    return len(os.listdir("/proc/self/task"))
