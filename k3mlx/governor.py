@@ -185,7 +185,8 @@ def _weights(needs: Needs, resident: tuple[int, ...]) -> tuple[int, int]:
     if len(resident) == len(layers):
         return needs.dense.total, 0
     kept = sum(layers[n] for n in resident)
-    return needs.dense.outer + kept + (needs.ring or 0), sum(layers) - kept
+    read = sum(size for n, size in enumerate(needs.dense.stored) if n not in resident)
+    return needs.dense.outer + kept + (needs.ring or 0), read
 
 
 def _automatic(process: int) -> tuple[int, int, str]:

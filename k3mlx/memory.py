@@ -26,7 +26,7 @@ def parse_size(value: int | str, name: str) -> int:
     match = _SIZE.fullmatch(str(value))
     if match is None or match[2].lower() not in _UNITS:
         raise UsageError(f"{name} is {value!r}, expected a size such as 40GB, 512MiB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return round(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def format_size(count: int) -> str:

@@ -26,10 +26,11 @@ CONTEXT = 8192  # tokens of a session that a plan has room for
 
 @dataclass(frozen=True)
 class DenseBytes:
-    """Dense weights in memory: each layer's, and what lies outside the layers."""
+    """Dense weights in memory: each layer's, and what lies outside the layers; `stored` is a layer's on disk."""
 
     layers: tuple[int, ...]
     outer: int
+    stored: tuple[int, ...]
 
     @property
     def total(self) -> int:
@@ -71,7 +72,7 @@ def backend_needs(choice: Choice, checkpoint: Checkpoint, dtype: str | None) -> 
     dtype = dtype or default_dtype(choice)
     if choice.backend == "numpy":
         item = kda_item = 8 if dtype == "float64" else 4
-        dense = dense_bytes(config, size_in(item))
+        dense = dense_bytes(checkpoint, size_in(item))
         largest = sorted(dense.layers)[-2:]
         ring: int | None = sum(largest) if len(dense.layers) > 2 else None
         copies = 3  # the old state, the new one, a snapshot
@@ -84,7 +85,7 @@ def backend_needs(choice: Choice, checkpoint: Checkpoint, dtype: str | None) -> 
         from .model.weights import KEPT_FLOAT32
 
         item, kda_item = (2 if dtype == "bfloat16" else 4), 4
-        dense = dense_bytes(config, size_in(item, KEPT_FLOAT32))
+        dense = dense_bytes(checkpoint, size_in(item, KEPT_FLOAT32))
         ring, copies, item = None, 3, 4  # products of CPU streams are float32
         scratch = mlx_cache_limit
     layout = ExpertLayout(checkpoint)
@@ -112,10 +113,15 @@ def default_dtype(choice: Choice) -> str:
     return "float32" if choice.device == "cpu" else "bfloat16"
 
 
-def dense_bytes(config: ModelConfig, size_of: SizeOf) -> DenseBytes:
-    """The dense weights, a tensor's size given by `size_of`."""
+def dense_bytes(checkpoint: Checkpoint, size_of: SizeOf) -> DenseBytes:
+    """The dense weights, a tensor's size in memory given by `size_of`."""
+    config = checkpoint.config
+    stored = tuple(
+        sum(checkpoint.tensors[spec.name].nbytes for spec in layer_specs(config, n))
+        for n in range(config.num_hidden_layers)
+    )
     layers = tuple(sum(map(size_of, layer_specs(config, n))) for n in range(config.num_hidden_layers))
-    return DenseBytes(layers, sum(map(size_of, dense_specs(config))) - sum(layers))
+    return DenseBytes(layers, sum(map(size_of, dense_specs(config))) - sum(layers), stored)
 
 
 def size_in(itemsize: int, kept_float32: tuple[str, ...] = ()) -> SizeOf:

@@ -12,7 +12,7 @@ from k3mlx.dense import DenseReader, LayerRing, read_float32
 from k3mlx.errors import K3Error, ModelFilesError
 from k3mlx.experts.files import ExpertFiles
 from k3mlx.governor import MemoryPlan, smallest_memory
-from k3mlx.needs import backend_needs
+from k3mlx.needs import backend_needs, dense_bytes, size_in
 from tests.tiny import random_config, write_random_model
 
 from .models import deadline, nothing_left_behind
@@ -154,6 +154,7 @@ def test_streamed_layers_change_no_bit_and_cost_what_the_plan_says(folder, dtype
             )
             for n in range(6)
         ]
+        plan_bytes = dense_bytes(checkpoint, size_in(4)).stored
     for resident in ((), (1, 4), (0, 2, 4, 5)):
         fixed = MemoryPlan(**(vars(plan) | {"resident": resident}))
         monkeypatch.setattr("k3mlx.engine.plan_memory", lambda *_, fixed=fixed: fixed)
@@ -164,6 +165,7 @@ def test_streamed_layers_change_no_bit_and_cost_what_the_plan_says(folder, dtype
         ahead = max(size for n, size in enumerate(stored) if n not in resident)
         passes = 4
         read = report["dense"]["bytes_read"]
+        assert a_pass == sum(size for n, size in enumerate(plan_bytes) if n not in resident)
         assert passes * a_pass <= read <= passes * a_pass + ahead  # and one layer ahead of a pass to come
 
 
