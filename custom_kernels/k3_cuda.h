@@ -71,3 +71,9 @@ typedef unsigned short ushort;
 #define thread_index_in_threadgroup threadIdx.x
 #define thread_index_in_simdgroup (threadIdx.x % 32u)
 #define simdgroup_index_in_threadgroup (threadIdx.x / 32u)
+#define thread_position_in_grid k3_thread_position()
+#define threads_per_simdgroup 32u
+
+inline uint3 k3_thread_position() {
+  return make_uint3(blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y, blockIdx.z);
+}

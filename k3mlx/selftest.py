@@ -33,7 +33,7 @@ from k3mlx.kernels.cases import (
     route_case,
     run_plain,
 )
-from k3mlx.kernels.launch import KERNELS, Maker
+from k3mlx.kernels.launch import KERNELS, SIMD_WIDTH, WIDTH_PROBE, Maker, simd_width
 from k3mlx.kernels.texts import texts_digest
 
 from .errors import ResourceError
@@ -81,6 +81,8 @@ class Report:
             if not row.passed and row.path == self.device and row.kernel in KERNELS:
                 what = row.note or f"{row.measure} {row.error:.3g}, at most {row.tolerance:.3g}"
                 reasons.setdefault(row.kernel, f"failed its self-test ({row.case} {row.dtype}: {what})")
+            if not row.passed and row.path == self.device and row.kernel == WIDTH_PROBE.stem:
+                reasons = dict.fromkeys(KERNELS, f"is written for SIMD groups of {SIMD_WIDTH} ({row.note})")
         return reasons
 
 
@@ -166,7 +168,7 @@ def kernel_rows(
         return numbers(built[case.stem](**vars(launch_of(case, maker, make))))
 
     report.threads = {stem: spec.threads for stem, spec in KERNELS.items()}
-    found = []
+    found = [_width_row(report.device, maker, numbers)]
     for case in chosen:
         while True:
             sized = replace(case, threads=report.threads[case.stem])
@@ -177,6 +179,16 @@ def kernel_rows(
             report.threads[case.stem] = smaller[0]
         found += rows
     return found
+
+
+def _width_row(device: str, maker: Maker, numbers: Callable[[Sequence[Any]], list[np.ndarray]]) -> Row:
+    try:
+        (width,) = numbers(maker.build(WIDTH_PROBE)(**vars(simd_width(maker))))
+        wrong = sorted({int(n) for n in width} - {SIMD_WIDTH})
+        found = [f"the device's are of {', '.join(map(str, wrong))}"] if wrong else []
+    except Exception as error:
+        found = [f"{type(error).__name__}: {error}".splitlines()[0]]
+    return _verdict_row(WIDTH_PROBE.stem, f"SIMD groups of {SIMD_WIDTH}", device, found)
 
 
 def _rows(case: Case, path: str, call: Callable[[], list[np.ndarray]]) -> list[Row]:

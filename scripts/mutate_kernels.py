@@ -141,6 +141,7 @@ def cases(stem: str) -> list[Case]:
             kda_case(stem, "saturated", batch=2, tokens=2, width=32, threads=1024),
             kda_case(stem, "zero_q", batch=2, tokens=2, heads=3, width=64, threads=128, conv=2),
             kda_case(stem, "zero_k", tokens=1, width=128, threads=256),
+            kda_case(stem, tokens=2, heads=2, width=128, threads=128),
             kda_case(stem, "read_out", tokens=1, heads=3, width=64, threads=128),
         ]
     if stem == "kda_prefill":

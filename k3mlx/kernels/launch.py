@@ -82,6 +82,22 @@ KERNELS = {
     )
 }
 
+SIMD_WIDTH = 32
+WIDTH_PROBE = Spec("simd_width", ("sizes",), ("width",), 2 * SIMD_WIDTH)
+
+
+def simd_width(maker: Maker) -> Launch:
+    """Launch of the probe that asks the device for its SIMD width."""
+    threads = WIDTH_PROBE.threads
+    return Launch(
+        inputs=[maker.ints([1])],
+        template=[],
+        grid=(threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(threads,)],
+        output_dtypes=[maker.dtype("int32")],
+    )
+
 
 def dtype_name(array: Array) -> str:
     """`float32` for an array of any library."""

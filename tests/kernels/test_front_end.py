@@ -49,6 +49,22 @@ def test_cuda_form_compiles_without_a_word(stem: str) -> None:
         assert not log.strip("\0 \n"), log
 
 
+def width_probe(cuda: bool) -> Generated:
+    header, source = kernel_text("simd_width", cuda)
+    return generate("simd_width", [("sizes", (1,), "int32")], [("width", "int32")], header, source, [])
+
+
+@needs_libclang
+def test_width_probe_passes() -> None:
+    assert front_end.findings(width_probe(cuda=False), (64, 1, 1)) == []
+
+
+@needs_nvrtc
+def test_width_probe_compiles_for_cuda() -> None:
+    _, log = cuda_text.compile_cuda(cuda_text.cuda_text(width_probe(cuda=True)))
+    assert not log.strip("\0 \n"), log
+
+
 @needs_nvrtc
 def test_cuda_compiler_refuses_what_is_wrong() -> None:
     text = cuda_text.cuda_text(generated(next(sizes.CASES["route_topk"]()), cuda=True))

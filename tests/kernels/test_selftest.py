@@ -98,6 +98,15 @@ def test_refused_threadgroups_are_halved_and_remembered() -> None:
     )
 
 
+@needs_emulator
+def test_another_simd_width_disables_every_kernel() -> None:
+    header, source = kernel_text("simd_width")
+    report = on_emulator({"simd_width": (header, source.replace("int(threads_per_simdgroup)", "64"))})
+    assert report.failed_kernels() == dict.fromkeys(
+        KERNELS, "is written for SIMD groups of 32 (the device's are of 64)"
+    )
+
+
 def test_process_that_does_not_answer_or_dies_fails_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     late = selftest.selftest("metal", deadline=0.01)
     assert set(late.failed_kernels()) == set(KERNELS)
