@@ -57,6 +57,34 @@ def test_an_answer_in_work_is_finished_first(process):
 
 
 @posix
+def test_who_waits_when_the_server_ends_is_told(process):
+    server = process()
+    served = server.wait_ready()
+    first = served.openai.completions.create(
+        model="default", prompt="x", max_tokens=60, temperature=0, stream=True
+    )
+    next(iter(first))
+    request = {"model": "default", "prompt": "y", "max_tokens": 3, "stream": True}
+    with served.http.stream("POST", "/v1/completions", json=request) as second:
+        until(lambda: served.metric("k3mlx_requests_waiting") == 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert '"code":"stopped"' in "".join(second.iter_text())
+    assert [chunk.choices[0].finish_reason for chunk in first][-1] in ("stop", "length")
+    assert server.process.wait(10) == 0
+
+
+@posix
+def test_the_end_is_orderly_and_leaves_no_files(process, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    server = process("--session-memory", "0")
+    server.wait_ready().chat(max_tokens=2)
+    assert len(list(tmp_path.glob("k3mlx-sessions-*/*"))) >= 1
+    assert server.end()[0] == 0
+    assert list(tmp_path.iterdir()) == []
+    assert not any("leaving" in line for line in server.lines)
+
+
+@posix
 def test_nobody_is_left_when_the_model_cannot_be_loaded(process, tmp_path):
     server = process(model=tmp_path)
     assert server.process.wait(20) == 3
