@@ -8,7 +8,7 @@ by `k3mlx.devices`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -45,7 +45,8 @@ class MlxBackend:
     device: `metal`, `cuda` or `cpu`, known to be there. dtype: of the activations and the dense weights.
     experts_device: `cpu` for streams of the CPU, `gpu` for MLX's own matmul on the GPU. threads: CPU streams.
     kernels: whether the kernels of this package are used on the GPU, those that have passed the self-test; must: one
-    that has not is an error. cache_bytes: freed buffers that MLX may keep.
+    that has not is an error. cache_bytes: freed buffers that MLX may keep. resident: layers whose dense weights
+    stay in memory, all if None.
     """
 
     name = "mlx"
@@ -64,6 +65,7 @@ class MlxBackend:
         experts_device: str = "cpu",
         threads: int | None = None,
         cache_bytes: int | None = None,
+        resident: Collection[int] | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise UsageError(f"dtype is {dtype!r}, expected bfloat16 or float32 on the mlx backend")
@@ -93,7 +95,7 @@ class MlxBackend:
             loader = Loader(checkpoint, DTYPES[dtype], in_place=device != "cuda")
             with mx.stream(room.stream):
                 notes = surprises()
-                model = MlxModel(loader, self.store, room)
+                model = MlxModel(loader, self.store, room, resident)
             if device == "metal":
                 notes += _wire(mx.get_active_memory())
             return room, model, notes
@@ -136,7 +138,9 @@ class MlxBackend:
         return self.room.report(self._formats)
 
     def dense_report(self) -> dict[str, Any]:
-        return {"bytes_read": 0, "read_seconds": 0.0, "wait_seconds": 0.0}  # every layer stays in memory
+        if self.model is None:
+            raise K3Error("the engine is closed")
+        return self.model.layers.report()
 
     def runtime_report(self) -> dict[str, Any]:
         """Versions, whether products may use 10-bit mantissas, MLX's own memory; `device` of the reports is
@@ -151,6 +155,8 @@ class MlxBackend:
 
     def close(self) -> None:
         def drop(call: Call) -> None:
+            if self.model is not None:
+                self.model.layers.close()
             self.model = None
             mx.clear_cache()
 

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from k3mlx.config import ModelConfig
+from k3mlx.dense import LayerRing, stored_sizes
 from k3mlx.errors import K3Error
 from k3mlx.experts.compute import NumpyExperts
 from k3mlx.experts.request import Request
@@ -38,18 +39,24 @@ PRODUCTS_PER_SECOND = {"cpu": 1e8, "metal": 1e10, "cuda": 1e10}  # far below wha
 class MlxModel:
     """The text model with its dense weights as MLX arrays of one dtype, its routed experts in a store.
 
-    Made by the thread that owns MLX.
+    `resident` layers keep their weights in memory (None: all), others are read at each use. Made by the thread
+    that owns MLX.
     """
 
-    def __init__(self, loader: Loader, store: ExpertStore, room: Room) -> None:
+    def __init__(
+        self, loader: Loader, store: ExpertStore, room: Room, resident: Collection[int] | None = None
+    ) -> None:
         self.config: ModelConfig = loader.config
         self.dtype = loader.dtype
         self.room = room
         self._store = store
+        self._span: Span | None = None  # the same for every MLA layer of a step
         self._expert_bytes = ExpertBytes()
         self._numpy_experts = NumpyExperts(store, self.config, np.float32)
         self.outer = loader.outer()
-        self.layers: list[LayerWeights] = [loader.layer(n) for n in range(self.config.num_hidden_layers)]
+        sizes = stored_sizes(loader.checkpoint)
+        self.layers = LayerRing(loader.begin, sizes, range(len(sizes)) if resident is None else resident)
+        self._sketch = loader.sketch
 
     def step(
         self, ids: Sequence[int], state: State, all_logits: bool, hooks: Hooks
@@ -62,7 +69,7 @@ class MlxModel:
         )  # [T, D]
         blocks: mx.array | None = None  # [N, T, D]
         updates: list[Update] = []
-        self._span: Span | None = None  # the same for every MLA layer of this step
+        self._span = None
         for layer, weights in enumerate(self.layers):
             hooks.before_layer(layer)
             here = _prefixed(probe, f"layers.{layer}.")
@@ -97,7 +104,8 @@ class MlxModel:
 
     def formats(self) -> dict[str, str]:
         """How the matrices of each part are kept, in the order of the report (the experts' place is empty)."""
-        kinds, layers = self.config.layer_kinds, self.layers
+        kinds = self.config.layer_kinds
+        layers = [self.layers.resident(n) or self._sketch(n) for n in range(len(kinds))]
         found: dict[str, list[Any]] = {
             "kda": [
                 w for n, layer in enumerate(layers) if kinds[n] == "kda" for w in layer.attention.values()
@@ -223,9 +231,10 @@ class MlxModel:
         following = layer + 1
         if following == self.config.num_hidden_layers or not self._store.streams:
             return []
-        if not self._store.lookahead.wanted(layer, x.shape[0]):
+        weights = self.layers.resident(following)
+        if weights is None or not self._store.lookahead.wanted(layer, x.shape[0]):
             return []
-        return [self._route(x, self.layers[following].ffn)[0]]
+        return [self._route(x, weights.ffn)[0]]
 
     def _route(self, x: mx.array, w: Weights) -> tuple[mx.array, mx.array, mx.array]:
         """ids [T, k], weights [T, k] and flags [T] of the chosen experts; logits in float32."""

@@ -45,6 +45,33 @@ class Loader:
         self.config = checkpoint.config
         self.dtype = dtype
         self.in_place = in_place
+        self._later: list[Callable[[], None]] | None = None  # reads put off, while `begin` makes a layer
+        self._sketching = False
+
+    def begin(self, layer: int) -> Callable[[], LayerWeights]:
+        """Make the arrays of a layer; the result, which any thread may call, reads their contents into them."""
+        if not self.in_place:
+            return lambda: self.layer(layer)
+        reads = self._later = []
+        try:
+            weights = self.layer(layer)
+        finally:
+            self._later = None
+
+        def read() -> LayerWeights:
+            for fill in reads:
+                fill()
+            return weights
+
+        return read
+
+    def sketch(self, layer: int) -> LayerWeights:
+        """A layer of arrays of one element, for their names and dtypes. Not for quantised checkpoints."""
+        self._sketching = True
+        try:
+            return self.layer(layer)
+        finally:
+            self._sketching = False
 
     def outer(self) -> Weights:
         """Everything outside the layers: embedding, head, final norm, output mix (query as [D])."""
@@ -141,6 +168,8 @@ class Loader:
     def _array(self, shape: tuple[int, ...], fill: Callable[[NDArray], None], name: str) -> mx.array:
         """An array of the dtype that tensor `name` is kept in, filled by `fill`."""
         dtype = mx.float32 if name.endswith(KEPT_FLOAT32) else self.dtype
+        if self._sketching:
+            return mx.zeros(1, dtype)
         if not self.in_place:
             host = np.empty(shape, np.uint16 if dtype == mx.bfloat16 else np.float32)
             fill(host)
@@ -150,7 +179,11 @@ class Loader:
         array = mx.zeros(shape, dtype)
         mx.eval(array)
         bits = array.view(mx.uint16) if dtype == mx.bfloat16 else array
-        fill(np.array(bits, copy=False))
+        view = np.array(bits, copy=False)
+        if self._later is None:
+            fill(view)
+        else:
+            self._later.append(lambda: fill(view))
         return array
 
 
