@@ -171,7 +171,7 @@ def cases(stem: str) -> list[Case]:
 def verdict(stem: str, mutant: Mutant) -> str:
     """`` for a survivor, `compile` for one that does not count, else what caught it."""
     text = (mutant.header, mutant.source)
-    maker = EmulatorMaker(Emulator(deadline=DEADLINE), {stem: text})
+    maker = EmulatorMaker(Emulator(deadline=DEADLINE, parallel=False), {stem: text})
     for case in cases(stem):
         try:
             outputs = run(case, maker)

@@ -80,7 +80,8 @@ def _cached(key: str, suffix: str) -> Path:
     return CACHE / (hashlib.sha256(key.encode()).hexdigest()[:32] + suffix)
 
 
-def _runtime() -> Path:
+def runtime() -> Path:
+    """The object file of runtime.cpp, compiled once."""
     source = HERE / "runtime.cpp"
     path = _cached(source.read_text(), ".o")
     if not path.exists():
@@ -92,9 +93,9 @@ def _runtime() -> Path:
 
 def compile_kernel(text: str, checked: bool) -> Executable:
     """Compile a translation unit: with every check, or plain with private variables preset to zero."""
-    runtime = _runtime()
+    scheduler = runtime()
     flags = [*_COMMON, *(_CHECKS if checked else _PLAIN)]
-    path = _cached("\0".join([text, (HERE / "metal.h").read_text(), str(runtime), *flags]), ".exe")
+    path = _cached("\0".join([text, (HERE / "metal.h").read_text(), str(scheduler), *flags]), ".exe")
     if not path.exists():
         stem = path.with_suffix(f".{os.getpid()}")
         source, obj, exe = (stem.with_name(stem.name + s) for s in (".cpp", ".o", ".part"))
@@ -103,7 +104,7 @@ def compile_kernel(text: str, checked: bool) -> Executable:
             _run([COMPILER, *flags, "-I", str(HERE), "-c", str(source), "-o", str(obj)])
             if "guard variable" in _run(["nm", "-C", str(obj)]):
                 raise Finding("threadgroup", "a threadgroup array has an initialiser")
-            _run([COMPILER, "-no-pie", str(obj), str(runtime), "-lm", "-o", str(exe)])
+            _run([COMPILER, "-no-pie", str(obj), str(scheduler), "-lm", "-o", str(exe)])
             exe.rename(path)
         finally:
             for file in (source, obj, exe):

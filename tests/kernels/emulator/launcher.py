@@ -7,6 +7,7 @@ run that shows whether a private variable was used before it was set.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,14 +25,19 @@ MAX_THREADS = 1024
 
 class Emulator:
     """private_check: run every launch a second time, unchecked and with private variables preset to zero, and
-    compare the outputs bit by bit. checked=False runs that second form only, for speed."""
+    compare the outputs bit by bit. checked=False runs that second form only, for speed. parallel: both at once."""
 
     def __init__(
-        self, private_check: bool = True, checked: bool = True, deadline: float = build.DEADLINE
+        self,
+        private_check: bool = True,
+        checked: bool = True,
+        deadline: float = build.DEADLINE,
+        parallel: bool = True,
     ) -> None:
         self.private_check = private_check
         self.checked = checked
         self.deadline = deadline
+        self.parallel = parallel
         self.launches = 0
 
     def metal_kernel(
@@ -114,10 +120,17 @@ class Emulator:
         ]
         text = generated.emulator_text()
         modes = ([True] if self.checked else []) + ([False] if self.private_check or not self.checked else [])
-        results = [
-            build.execute(build.compile_kernel(text, mode), buffers, grid, threads, mode, self.deadline)
-            for mode in modes
-        ]
+        build.runtime()  # before the threads, which would both make it
+
+        def run(checked: bool) -> list[bytes]:
+            exe = build.compile_kernel(text, checked)
+            return build.execute(exe, buffers, grid, threads, checked, self.deadline)
+
+        if self.parallel:
+            with ThreadPoolExecutor(len(modes)) as pool:
+                results = list(pool.map(run, modes))
+        else:
+            results = [run(mode) for mode in modes]
         names = [name for name, kind in kinds.items() if kind]
         outputs = [
             EmuArray(np.frombuffer(data, DTYPES[dtype][1]).reshape(tuple(shape)).copy(), dtype)
