@@ -32,11 +32,12 @@ for (int n = 0; n < OWNED; ++n) {
 for (int j = -1; j <= frozen; ++j) {
   float dot = 0.0f;
   float square = 0.0f;
-  #pragma unroll
-  for (int n = 0; n < OWNED; ++n) {
-    const float x = j < 0 ? 0.0f : ahead[n];
-    dot += directions[n] * x;
-    square += x * x;
+  if (j >= 0) {
+    #pragma unroll
+    for (int n = 0; n < OWNED; ++n) {
+      dot += directions[n] * ahead[n];
+      square += ahead[n] * ahead[n];
+    }
   }
   if (j < frozen) {
     auto next = j + 1 < frozen ? blocks + ((j + 1) * tokens + token) * WIDTH : partial + token * WIDTH;
@@ -61,7 +62,6 @@ float weights[MAX_SOURCES];
 float largest = -INFINITY;
 #pragma unroll
 for (int j = 0; j < MAX_SOURCES; ++j) {
-  weights[j] = 0.0f;
   if (j <= frozen) {
     float dot_sum = 0.0f;
     float square_sum = 0.0f;

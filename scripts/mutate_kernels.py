@@ -149,7 +149,8 @@ def cases(stem: str) -> list[Case]:
             kda_case(stem, batch=2, tokens=11, heads=3, width=32, threads=128),
             kda_case(stem, "partial", tokens=17, heads=3, width=64, threads=1024, dtype="bfloat16"),
             kda_case(stem, "zero_q", tokens=3, heads=2, width=32, threads=1024, conv=2),
-            kda_case(stem, "zero_k", tokens=9, width=128, threads=128),
+            kda_case(stem, "zero_k", tokens=9, heads=2, width=128, threads=128),
+            kda_case(stem, tokens=9, heads=2, width=64, threads=128),
             kda_case(stem, "read_out", tokens=1, heads=3, width=64, threads=256),
         ]
     if stem == "attn_res_mix":
@@ -158,13 +159,14 @@ def cases(stem: str) -> list[Case]:
             attn_res_case(frozen=8, tokens=2, width=300, threads=256, kind="sharp"),
             attn_res_case(frozen=0, tokens=2, width=64, threads=128, dtype="bfloat16"),
             attn_res_case(frozen=8, tokens=1, width=1500, threads=1024, kind="small"),
+            attn_res_case(frozen=1, tokens=1, width=129, threads=128),
         ]
     return [
         route_case(experts=33, k=16, tokens=2, threads=128, kind="ties"),
         route_case(experts=300, k=5, tokens=3, threads=128, kind="nan"),
         route_case(experts=896, k=16, tokens=2, threads=256),
         route_case(experts=40, k=16, tokens=2, threads=1024, kind="wide"),
-        route_case(experts=20, k=20, tokens=2, threads=128, kind="nan"),
+        route_case(experts=20, k=20, tokens=2, threads=128),
     ]
 
 

@@ -32,6 +32,7 @@ def kda_step_cases() -> Iterator[Case]:
         yield kda_case("kda_step", kind, batch=2, tokens=tokens, heads=3, width=64, threads=256, seed=7)
         yield kda_case("kda_step", kind, tokens=1, heads=3, width=128, threads=1024, seed=8)
     yield kda_case("kda_step", tokens=3, heads=3, width=32, conv=2, threads=128)
+    yield kda_case("kda_step", tokens=3, heads=2, width=128, threads=128)
     for dtype in DTYPES:
         yield kda_case("kda_step", heads=96, dtype=dtype)
     yield kda_case("kda_step", "partial", heads=96, tokens=16, dtype="bfloat16")
@@ -53,6 +54,7 @@ def kda_prefill_cases() -> Iterator[Case]:
             "kda_prefill", kind, batch=2, tokens=tokens, heads=3, width=64, threads=THREADS[n % 4], seed=7
         )
     yield kda_case("kda_prefill", tokens=9, heads=3, width=32, conv=2, threads=128)
+    yield kda_case("kda_prefill", tokens=9, heads=2, width=64, threads=128)
     yield kda_case("kda_prefill", heads=96, tokens=16, dtype="bfloat16")
     yield kda_case("kda_prefill", tokens=1000, width=32, threads=128)
     yield kda_case("kda_prefill", tokens=1000, width=64, dtype="bfloat16", threads=512)
