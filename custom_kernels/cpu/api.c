@@ -5,6 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #ifndef K3_SOURCE_ID
 #define K3_SOURCE_ID "unknown"
 #endif
@@ -15,14 +19,20 @@ K3_EXPORT const char *k3_source_id(void) { return K3_SOURCE_ID; }
 /* Size of k3_matrix, for the loader to compare. */
 K3_EXPORT int k3_matrix_size(void) { return (int)sizeof(k3_matrix); }
 
+#if defined(__x86_64__)
+static int has_f16c(void) { /* a name that not every compiler's __builtin_cpu_supports knows */
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+#endif
+
 /* The instruction set of that name, or NULL where it was not built or this CPU lacks it. */
 K3_EXPORT const k3_isa *k3_isa_named(const char *name) {
     if (!strcmp(name, "portable")) return &k3_isa_portable;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (!strcmp(name, "avx2"))
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")
-                   ? &k3_isa_avx2 : NULL;
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c() ? &k3_isa_avx2 : NULL;
     if (!strcmp(name, "avx512"))
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")

@@ -32,6 +32,32 @@ INLINE float float_of_half(uint16_t h) {
     return float_of_bits(sign | (exponent ? normal : small));
 }
 
+/* The statements for index = 0..count-1, count a constant of at most 8, written out: every index is a constant, which
+ * lets any compiler keep arrays of vectors in registers. */
+#if defined(K3_ISA_AVX512) || defined(K3_ISA_AVX2) || defined(K3_ISA_NEON)
+#define TIMES(index, count, ...)                                                                                   \
+    do {                                                                                                           \
+        TIME(0, index, count, __VA_ARGS__)                                                                         \
+        TIME(1, index, count, __VA_ARGS__)                                                                         \
+        TIME(2, index, count, __VA_ARGS__)                                                                         \
+        TIME(3, index, count, __VA_ARGS__)                                                                         \
+        TIME(4, index, count, __VA_ARGS__)                                                                         \
+        TIME(5, index, count, __VA_ARGS__)                                                                         \
+        TIME(6, index, count, __VA_ARGS__)                                                                         \
+        TIME(7, index, count, __VA_ARGS__)                                                                         \
+    } while (0)
+#define TIME(value, index, count, ...)                                                                             \
+    if (value < (count)) {                                                                                         \
+        enum { index = value };                                                                                    \
+        __VA_ARGS__                                                                                                \
+    }
+#else /* more registers than portable code can count on: a loop is as fast and compiles sooner */
+#define TIMES(index, count, ...)                                                                                   \
+    for (int index = 0; index < (count); index++) {                                                                \
+        __VA_ARGS__                                                                                                \
+    }
+#endif
+
 #if defined(K3_ISA_AVX512)
 #include "vec_avx512.h"
 #elif defined(K3_ISA_AVX2)
@@ -109,8 +135,7 @@ INLINE void add_unit(const int format, const int N, const uint8_t *p, const floa
                      int shift, vtable table, const float *const *x, vf *sum) {
     vf w[UNIT_VECTORS];
     decode_unit(format, p, s + (c >> shift), b + (c >> shift), shift, table, w);
-    UNROLL for (int i = 0; i < UNIT_VECTORS; i++)
-        UNROLL for (int t = 0; t < N; t++) sum[t] = v_fma(w[i], v_load(x[t] + c + VL * i), sum[t]);
+    TIMES(i, UNIT_VECTORS, TIMES(t, N, sum[t] = v_fma(w[i], v_load(x[t] + c + VL * i), sum[t]);););
 }
 
 /* R rows times N tokens, decoded into registers. The rows that come next are fetched from memory meanwhile: a CPU's
@@ -124,8 +149,7 @@ INLINE void rows_few(const int format, const int R, const int N, const k3_matrix
     float s[MR1][ONE_GROUPS], b[MR1][ONE_GROUPS];
     uint8_t copy[UNIT * 4];
     vf sum[MR1][FEW];
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int t = 0; t < N; t++) sum[r][t] = v_zero();
+    TIMES(r, R, TIMES(t, N, sum[r][t] = v_zero();););
     for (int64_t c0 = 0; c0 < m->cols; c0 += ONE_DEPTH) {
         int64_t columns = m->cols - c0 < ONE_DEPTH ? m->cols - c0 : ONE_DEPTH, full = columns / UNIT;
         const uint8_t *p[MR1];
@@ -141,23 +165,24 @@ INLINE void rows_few(const int format, const int R, const int N, const k3_matrix
         }
         int64_t u = 0;
         for (; u + line <= full; u += line)
-            UNROLL for (int r = 0; r < R; r++) {
+            TIMES(r, R, {
                 __builtin_prefetch(p[r] + u * bytes + ahead);
                 if (bytes > 64) __builtin_prefetch(p[r] + u * bytes + ahead + 64);
-                UNROLL for (int i = 0; i < line; i++)
+                TIMES(i, line, {
                     add_unit(format, N, p[r] + (u + i) * bytes, s[r], b[r], (u + i) * UNIT, shift, table, xc, sum[r]);
-            }
+                });
+            });
         for (; u < full; u++)
-            for (int r = 0; r < R; r++)
+            TIMES(r, R, {
                 add_unit(format, N, p[r] + u * bytes, s[r], b[r], u * UNIT, shift, table, xc, sum[r]);
+            });
         if (columns % UNIT)
-            for (int r = 0; r < R; r++) {
+            TIMES(r, R, {
                 const uint8_t *last = last_unit(format, p[r] + full * bytes, columns % UNIT, copy);
                 add_unit(format, N, last, s[r], b[r], full * UNIT, shift, table, xc, sum[r]);
-            }
+            });
     }
-    for (int r = 0; r < R; r++)
-        for (int t = 0; t < N; t++) y[t * K3_ROWS + r] = v_sum(sum[r][t]);
+    TIMES(r, R, TIMES(t, N, y[t * K3_ROWS + r] = v_sum(sum[r][t]);););
 }
 
 INLINE void tile_few(const int format, const k3_matrix *m, int64_t row0, int rows, const float *const *x, int tokens,
@@ -198,20 +223,16 @@ INLINE void decode_row(const int format, const k3_matrix *m, int64_t row, int64_
 /* sum[t][r] += w[r] . x[t] over `columns` columns; MR decoded rows, N tokens, all sums in registers. */
 INLINE void block(const int N, const float *w, const float *const *x, int64_t c0, int64_t columns, float *sums) {
     vf sum[NT][MR];
-    UNROLL for (int t = 0; t < N; t++)
-        UNROLL for (int r = 0; r < MR; r++) sum[t][r] = v_load(sums + (t * TILE_ROWS + r) * VL);
-    const float *xt[NT];
-    UNROLL for (int t = 0; t < N; t++) xt[t] = x[t] + c0;
+    TIMES(t, N, TIMES(r, MR, sum[t][r] = v_load(sums + (t * TILE_ROWS + r) * VL);););
     for (int64_t c = 0; c < columns; c += VL) {
         vf wr[MR];
-        UNROLL for (int r = 0; r < MR; r++) wr[r] = v_load(w + r * K3_DEPTH + c);
-        UNROLL for (int t = 0; t < N; t++) {
-            vf xv = v_load(xt[t] + c);
-            UNROLL for (int r = 0; r < MR; r++) sum[t][r] = v_fma(wr[r], xv, sum[t][r]);
-        }
+        TIMES(r, MR, wr[r] = v_load(w + r * K3_DEPTH + c););
+        TIMES(t, N, {
+            vf xv = v_load(x[t] + c0 + c);
+            TIMES(r, MR, sum[t][r] = v_fma(wr[r], xv, sum[t][r]););
+        });
     }
-    UNROLL for (int t = 0; t < N; t++)
-        UNROLL for (int r = 0; r < MR; r++) v_store(sums + (t * TILE_ROWS + r) * VL, sum[t][r]);
+    TIMES(t, N, TIMES(r, MR, v_store(sums + (t * TILE_ROWS + r) * VL, sum[t][r]);););
 }
 
 typedef void (*block_function)(const float *w, const float *const *x, int64_t c0, int64_t columns, float *sums);

@@ -3,7 +3,6 @@
 
 #define ISA_SYMBOL k3_isa_avx2
 #define ISA_NAME "avx2"
-#define UNROLL _Pragma("GCC unroll 8")
 enum { VL = 8, MR = 3, NT = 4, MR1 = 4, UNIT = 32, REORDERS = 1 };
 typedef __m256 vf;
 typedef struct {

@@ -3,7 +3,6 @@
 
 #define ISA_SYMBOL k3_isa_avx512
 #define ISA_NAME "avx512"
-#define UNROLL _Pragma("GCC unroll 8")
 enum { VL = 16, MR = 4, NT = 6, MR1 = 4, UNIT = 32, REORDERS = 1 };
 typedef __m512 vf;
 typedef __m512 vtable;

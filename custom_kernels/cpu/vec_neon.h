@@ -3,7 +3,6 @@
 
 #define ISA_SYMBOL k3_isa_neon
 #define ISA_NAME "neon"
-#define UNROLL _Pragma("GCC unroll 8")
 enum { VL = 4, MR = 4, NT = 5, MR1 = 4, UNIT = 32, REORDERS = 1 };
 typedef float32x4_t vf;
 typedef struct {
@@ -32,10 +31,11 @@ INLINE void floats16(uint8x16_t codes, vtable table, vf *w) {
     uint8x16_t upper = vqtbl1q_u8(table.upper, codes), lower = vqtbl1q_u8(table.lower, codes);
     uint16x8_t first = vreinterpretq_u16_u8(vzip1q_u8(lower, upper));
     uint16x8_t last = vreinterpretq_u16_u8(vzip2q_u8(lower, upper));
-    w[0] = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(first), 16));
-    w[1] = vreinterpretq_f32_u32(vshll_high_n_u16(first, 16));
-    w[2] = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(last), 16));
-    w[3] = vreinterpretq_f32_u32(vshll_high_n_u16(last, 16));
+    const uint16x8_t zero = vdupq_n_u16(0);
+    w[0] = vreinterpretq_f32_u16(vzip1q_u16(zero, first));
+    w[1] = vreinterpretq_f32_u16(vzip2q_u16(zero, first));
+    w[2] = vreinterpretq_f32_u16(vzip1q_u16(zero, last));
+    w[3] = vreinterpretq_f32_u16(vzip2q_u16(zero, last));
 }
 
 INLINE void codes32(const uint8_t *p, vtable table, vf *w) {
@@ -69,7 +69,7 @@ INLINE void v_q8(const uint8_t *p, const float *s, const float *b, int shift, vf
 INLINE vf v_f32(const uint8_t *p) { return vreinterpretq_f32_u8(vld1q_u8(p)); }
 
 INLINE vf v_bf16(const uint8_t *p) {
-    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
+    return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))), 16));
 }
 
 INLINE vf v_f16(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }

@@ -2,7 +2,6 @@
  * added, which is the one difference in arithmetic from the other instruction sets. */
 #define ISA_SYMBOL k3_isa_portable
 #define ISA_NAME "portable"
-#define UNROLL
 enum { VL = 4, MR = 2, NT = 4, MR1 = 2, UNIT = 32, REORDERS = 0 };
 typedef float vf __attribute__((vector_size(16)));
 typedef struct {
