@@ -257,6 +257,8 @@ def _refuse_nan_scales(scales: Sequence[NDArray], names: Sequence[str]) -> None:
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The shared library, its functions typed. Raises ResourceError when it is not there or not current."""
+    if os.name == "nt":
+        raise ResourceError("the CPU kernels in C are not built on Windows; numpy and MLX compute instead")
     path = cpu_build.LIBRARY
     remedy = "run `python scripts/build_cpu.py` in a checkout, or `pip install` with a C compiler present"
     if not path.is_file():
