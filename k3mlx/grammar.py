@@ -167,10 +167,7 @@ class _Vocabulary:
         self.eos_token_id = tokenizer.special[markers.END_OF_MSG]
         self.bos_token_id = None
         self.special_token_ids = sorted(tokenizer.special.values())
-        special = set(self.special_token_ids)
-        self.tokens = [
-            b"\xff" * (id in special) + tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)
-        ]
+        self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
 
     def __call__(self, text: str | bytes) -> list[int]:
         decoded = text.decode("utf-8", "replace") if isinstance(text, bytes) else text

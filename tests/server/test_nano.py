@@ -115,6 +115,7 @@ def test_two_thousand_requests_do_not_grow_the_server():
         for start in range(0, 2000, 200):
             list(pool.map(ask, range(start, start + 200)))
             memory.append(served.metric("process_resident_memory_bytes"))
+    print("MB after each 200 requests:", *(round(size / 1e6, 1) for size in memory))  # shown with -rP
     assert memory[-1] < 1.05 * memory[0], memory
     assert served.metric("k3mlx_requests_waiting") == 0
     assert server.end()[0] == 0
