@@ -24,7 +24,6 @@ from k3mlx.server.requests import Limits
 from k3mlx.server.run import listen, make_server
 from k3mlx.server.worker import Worker
 
-
 os.environ["NO_PROXY"] = "127.0.0.1"  # whatever proxy this machine has, it is not for these servers
 
 
