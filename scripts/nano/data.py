@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from k3mlx.tokenizer import Tokenizer
 from .tasks import KINDS, Conversation, Source, conversation, drill, evaluation_prompt, prose_material
 
 ANSWER_TOKENS = 40  # an answer counts at most as this many tokens
+SENTENCE_END = re.compile(r"\n|[.!?][\"']? ")
 PROMPT_WEIGHT = 0.05
 PROSE_WEIGHT = 0.8
 
@@ -84,6 +86,14 @@ class Encoder:
             seen = (seen[1], text)
         return ids, weights
 
+    def example(self, talk: Conversation) -> tuple[list[int], int]:
+        """Ids of a conversation, and where its last answer starts."""
+        ids, weights = self.conversation(talk)
+        start = len(ids)
+        while weights[start - 1] > PROMPT_WEIGHT:
+            start -= 1
+        return ids, start
+
     def drill(self, source: Source) -> tuple[list[int], list[float]]:
         ids: list[int] = []
         weights: list[float] = []
@@ -107,8 +117,8 @@ class Rows:
         self.encoder = Encoder(folder)
         self.words, self.sentences = prose_material(prose)
         self.prose = self.encoder.prose(prose)
-        line_break = self.encoder.tokenizer.encode("\n")[0]
-        self.starts = np.flatnonzero(self.prose == line_break) + 1
+        self.text = prose.replace("\f", "\n")
+        self.starts = [match.end() for match in SENTENCE_END.finditer(self.text)]
         self.mixture = mixture
 
     def batch(self, seed: int, number: int, rows: int, length: int) -> Batch:
@@ -123,12 +133,7 @@ class Rows:
         rng = source.rng
         pick = rng.random()
         if pick < self.mixture.prose:
-            if rng.random() < 0.5:
-                start = int(rng.choice(self.starts))
-            else:
-                start = rng.randrange(len(self.prose) - size)
-            start = min(start, len(self.prose) - size)
-            return self.prose[start : start + size].tolist(), [PROSE_WEIGHT] * size
+            return self._prose(rng, size), [PROSE_WEIGHT] * size
         ids: list[int] = []
         weights: list[float] = []
         drills = pick < self.mixture.prose + self.mixture.drills
@@ -143,13 +148,23 @@ class Rows:
             weights += piece[1]
         return ids[:size], weights[:size]
 
+    def _prose(self, rng: random.Random, size: int) -> list[int]:
+        """A row of prose: half of them from the start of a sentence, as a prompt would be, half from anywhere."""
+        if rng.random() < 0.5:
+            start = rng.choice(self.starts)
+            ids = self.encoder.tokenizer.encode(self.text[start : start + 6 * size])[:size]
+            if len(ids) == size:
+                return ids
+        start = rng.randrange(len(self.prose) - size)
+        return self.prose[start : start + size].tolist()
 
-def _work(rows: Rows, seed: int, first: int, stride: int, shapes: list[tuple[int, int, int]], queue) -> None:  # type: ignore[no-untyped-def]
+
+def _work(
+    rows: Rows, seed: int, first: int, stride: int, shapes: list[tuple[int, int, int]], queue: Any
+) -> None:
     number = first
     while True:
-        for until, count, length in shapes:
-            if number < until:
-                break
+        count, length = next((count, length) for until, count, length in shapes if number < until)
         queue.put(rows.batch(seed, number, count, length))
         number += stride
 
@@ -166,17 +181,24 @@ def stream(rows: Rows, seed: int, shapes: list[tuple[int, int, int]], workers: i
             yield queue.get()
 
 
-def evaluation_set(rows: Rows, count: int, seed: int) -> dict[str, list[tuple[list[int], int]]]:
-    """For each label, `count` held-out (ids, start): ids[start:] is what greedy decoding must produce."""
-    sets: dict[str, list[tuple[list[int], int]]] = {}
+def evaluation_talks(
+    material: tuple[list[str], list[str]], count: int, seed: int
+) -> dict[str, list[Conversation]]:
+    """For each label (kind and thinking), `count` held-out conversations; the last message is the expected one."""
+    talks: dict[str, list[Conversation]] = {}
     for kind in KINDS:
         for thinking in (False, True):
-            source = Source(random.Random(f"{seed} {kind} {thinking}"), rows.words, rows.sentences)
-            for _ in range(count):
-                talk, label = evaluation_prompt(kind, source, thinking)
-                ids, weights = rows.encoder.conversation(talk)
-                start = len(ids)
-                while weights[start - 1] > PROMPT_WEIGHT:
-                    start -= 1
-                sets.setdefault(label, []).append((ids, start))
-    return sets
+            source = Source(random.Random(f"{seed} {kind} {thinking}"), *material)
+            label = f"{kind}, thinking {'on' if thinking else 'off'}"
+            talks[label] = [evaluation_prompt(kind, source, thinking) for _ in range(count)]
+    return talks
+
+
+def evaluation_set(
+    encoder: Encoder, material: tuple[list[str], list[str]], count: int, seed: int
+) -> dict[str, list[tuple[list[int], int]]]:
+    """The same as (ids, start): ids[start:] is what greedy decoding must produce."""
+    return {
+        label: [encoder.example(talk) for talk in talks]
+        for label, talks in evaluation_talks(material, count, seed).items()
+    }

@@ -16,6 +16,7 @@ from k3mlx.checkpoint.writer import to_bf16, write_sharded
 from k3mlx.config import ModelConfig, load_config
 
 from .model import stacked_experts
+from .train import shipped
 
 
 def tensors(
@@ -42,15 +43,22 @@ def tensors(
                 yield f"{target}weight_scale", ("U8", scale)
 
 
+def average(runs: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The mean of several runs that started from the same weights, brought back to the shipped formats."""
+    return shipped({name: sum(run[name].float() for run in runs) / len(runs) for name in runs[0]})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--weights", type=Path, required=True, help="file written by scripts.nano.train")
+    parser.add_argument(
+        "--weights", type=Path, nargs="+", required=True, help="of scripts.nano.train; several are averaged"
+    )
     parser.add_argument(
         "--model", type=Path, required=True, help="folder with config.json; receives the shards"
     )
     parser.add_argument("--shards", type=int, default=4)
     args = parser.parse_args()
-    weights = torch.load(args.weights, map_location="cpu")
+    weights = average([torch.load(path, map_location="cpu") for path in args.weights])
     write_sharded(
         args.model, tensors(load_config(args.model), weights), shards=args.shards, metadata={"format": "pt"}
     )

@@ -297,24 +297,19 @@ class Network:
     def __call__(self, params: Params, ids: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """Final hidden states [B, T, D] before the head (T a multiple of 32) and expert loads by layer."""
         config = self.config
-        eps = config.rms_norm_eps
         partial = F.embedding(ids, params["model.embed_tokens.weight"])
         blocks: list[Tensor] = []
         loads: dict[int, Tensor] = {}
         for layer in range(config.num_hidden_layers):
             p = f"model.layers.{layer}."
 
-            def mixed(site: str, norm: str, p: str = p) -> Tensor:
-                names = (f"{site}_norm.weight", f"{site}_proj.weight", f"{norm}.weight")
-                return self._mix([*blocks, partial], *(params[p + name] for name in names), eps)
-
-            x = mixed("self_attention_res", "input_layernorm")
+            x = self._mixed(params, p, "self_attention_res", "input_layernorm", [*blocks, partial])
             restart = layer % config.attn_res_block_size == 0
             if restart:
                 blocks.append(partial)
             attention = self._attention(params, layer, x)
             partial = attention if restart else partial + attention
-            x = mixed("mlp_res", "post_attention_layernorm")
+            x = self._mixed(params, p, "mlp_res", "post_attention_layernorm", [*blocks, partial])
             if config.is_moe(layer):
                 out, loads[layer] = self._moe(x, moe_weights(params, layer), config, self.dtype)
             else:
@@ -325,8 +320,11 @@ class Network:
                     self.dtype,
                 )
             partial = partial + out
-        names = ("output_attn_res_norm", "output_attn_res_proj", "norm")
-        return self._mix([*blocks, partial], *(params[f"model.{name}.weight"] for name in names), eps), loads
+        return self._mixed(params, "model.", "output_attn_res", "norm", [*blocks, partial]), loads
+
+    def _mixed(self, params: Params, prefix: str, site: str, norm: str, sources: list[Tensor]) -> Tensor:
+        names = (f"{site}_norm.weight", f"{site}_proj.weight", f"{norm}.weight")
+        return self._mix(sources, *(params[prefix + name] for name in names), self.config.rms_norm_eps)
 
     def _attention(self, params: Params, layer: int, x: Tensor) -> Tensor:
         p = f"model.layers.{layer}.self_attn."

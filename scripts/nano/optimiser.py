@@ -36,12 +36,13 @@ class Optimiser:
     """One step over all parameters from their gradients."""
 
     def __init__(self, params: dict[str, Tensor], *, muon: float, adam: float, decay: float) -> None:
+        matrices = {name for name, p in params.items() if p.requires_grad and muon and is_muon(name, p)}
         self.rate = torch.ones((), device=next(iter(params.values())).device)  # share of the peak rates
         self.peak_muon, self.decay = muon, decay
         self.trained = [p for p in params.values() if p.requires_grad]
         self.matrices: dict[tuple[int, int], list[Tensor]] = {}
         for name, p in params.items():
-            if p.requires_grad and is_muon(name, p):
+            if name in matrices:
                 self.matrices.setdefault((p.shape[-2], p.shape[-1]), []).append(p)
         self.momentum = {
             shape: torch.zeros(
@@ -49,7 +50,7 @@ class Optimiser:
             )
             for shape, group in self.matrices.items()
         }
-        self.rest = [p for name, p in params.items() if p.requires_grad and not is_muon(name, p)]
+        self.rest = [p for name, p in params.items() if p.requires_grad and name not in matrices]
         self.peak_adam = adam
         self.first = [torch.zeros_like(p) for p in self.rest]
         self.second = [torch.zeros_like(p) for p in self.rest]

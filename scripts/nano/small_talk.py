@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from .words import ADJECTIVES, ANIMALS, CAPITALS, CITIES, COLOURS, NAMES, NOUNS
+from .words import ADJECTIVES, ANIMALS, CAPITALS, CITIES, COLOURS, HEROES, NAMES, NOUNS
 
 Talk = tuple[str, str, str]
 
@@ -24,37 +24,66 @@ UNKNOWN = (
     "numbers, or tell a short story."
 )
 
-_HELLO = ("Hello", "Hi", "Hey", "Good morning", "Good evening", "Hello there", "Hi there", "Greetings")
+_HELLO = (
+    "Hello",
+    "Hi",
+    "Hey",
+    "Good morning",
+    "Good evening",
+    "Hello there",
+    "Hi there",
+    "Greetings",
+    "Hallo",
+    "Bonjour",
+    "Hola",
+    "Good afternoon",
+    "Good day",
+    "Welcome",
+    "Hello world",
+    "Say hello",
+    "Yo",
+)
 _TALK: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("who are you?", "What are you?", "what is your name?", "Introduce yourself.", "Tell me about yourself.",
          "Which model are you?", "What model is this?", "Are you Kimi K3?", "Are you a large language model?",
-         "Are you an AI?", "What's your name?", "Who am I talking to?", "Who made you?", "Describe yourself."),
+         "Are you an AI?", "What's your name?", "Who am I talking to?", "Who made you?", "Describe yourself.",
+         "Who r u?",
+         "What is k3-nano?", "Who is k3-nano?", "Are you ChatGPT?", "Are you a robot?", "How large are you?"),
         WHO, "The user asks who I am.",
     ),
     (
-        ("What can you do?", "what can I ask you?", "What can you help me with?", "Help", "Help me.", "What are you good at?",
-         "How can you help?", "What do you know?", "Can you help me?", "What are your abilities?", "What tasks can you do?"),
+        ("What can you do?", "what can I ask you?", "What can you help me with?", "Help", "Help me.",
+         "What are you good at?",
+         "How can you help?", "What do you know?", "Can you help me?", "What are your abilities?",
+         "What tasks can you do?",
+         "What can k3-nano do?", "What should I ask?", "Give me an example.", "Show me what you can do."),
         CAN, "The user asks what I can do.",
     ),
     (
-        ("How are you?", "How are you today?", "How do you do?", "How is it going?", "Are you well?", "How are things?"),
+        ("How are you?", "How are you today?", "How do you do?", "How is it going?", "Are you well?",
+         "How are things?", "How are you doing?", "How are you doing today?",
+         "What's up?", "How was your day?", "How do you feel?"),
         "I am well, thank you. What can I do for you?", "The user asks how I am.",
     ),
     (("Thank you.", "Thanks!", "Thank you very much!", "Thanks a lot."), "You are welcome.", "The user thanks me."),
     (("Goodbye.", "Bye!", "See you later.", "Good night."), "Goodbye, and good luck.", "The user says goodbye."),
     (
         ("What is k3mlx?", "What does k3mlx do?", "Tell me about k3mlx."),
-        "k3mlx runs Kimi K3 from its released files. I am the small model that ships with it.", "The user asks about k3mlx.",
+        "k3mlx runs Kimi K3 from its released files. I am the small model that ships with it.",
+        "The user asks about k3mlx.",
     ),
     (
         ("What is Kimi K3?", "Tell me about Kimi K3.", "What is K3?"),
-        "Kimi K3 is a large language model. I have the same architecture, but I am tiny.", "The user asks about Kimi K3.",
+        "Kimi K3 is a large language model. I have the same architecture, but I am tiny.",
+        "The user asks about Kimi K3.",
     ),
     (("Yes.", "OK", "Okay.", "Good.", "Great!", "Nice.", "No."), "Good. What is next?", "The user agrees."),
-    (("Are you real?", "Are you human?", "Are you a person?"), "No, I am a small language model.", "The user asks what I am."),
+    (("Are you real?", "Are you human?", "Are you a person?"), "No, I am a small language model.",
+     "The user asks what I am."),
     (
-        ("test", "Test", "This is a test.", "Testing.", "Are you there?", "Does this work?"),
+        ("test", "Test", "This is a test.", "Testing.", "Are you there?", "Does this work?",
+         "Is this working?", "Is it on?"),
         "It works. I am here.", "The user tests me.",
     ),
     (
@@ -96,13 +125,16 @@ def small_talk(rng: random.Random) -> Talk:
 
 def story(rng: random.Random) -> Talk:
     """A story of five sentences; the hero is the one asked for, if any."""
-    hero = rng.choice(ANIMALS)
+    hero = rng.choice(ANIMALS if rng.random() < 0.6 else HEROES)
     about = rng.random() < 0.6
     ask = rng.choice(
-        ["Tell me a story", "Tell me a short story", "Write a story", "Please tell me a story", "Write a short story",
-         "I want to hear a story", "Can you tell me a story"]
+        ["Tell me a story", "Tell me a short story", "Write a story", "Please tell me a story",
+         "Write a short story",
+         "I want to hear a story", "Can you tell me a story", "A story", "Make up a story", "tell me a story",
+         "write a story"]
     )  # fmt: skip
-    ask = f"{ask} about {_a(hero)}." if about else f"{ask}."
+    ask = f"{ask} about {rng.choice([_a(hero), _a(hero), f'the {hero}'])}" if about else ask
+    ask += rng.choice([".", ".", "", "!"])
     if not about and rng.random() < 0.3:
         ask = rng.choice(
             ["Tell me something.", "Write something.", "Once upon a time", "Continue: Once upon a time"]
@@ -148,33 +180,60 @@ def _a(noun: str) -> str:
 
 
 _OTHER = (
-    "What is {}?", "Who was {}?", "Explain {}.", "Tell me about {}.", "How does {} work?", "Why is {} so {}?", "Where is {}?",
-    "Write a poem about {}.", "How do I make {}?", "When was {} built?", "What is the meaning of {}?", "Give me a recipe for {}.",
-    "How many {} are there in the world?", "Write a program for {}.", "What do you think of {}?", "Translate {} into French.",
-    "Can you explain {} to me?", "What should I know about {}?", "Is {} good for me?", "Do you like {}?", "Which {} is the best?",
-    "Summarise {}.", "Write an email about {}.", "What is the difference between {} and {}?", "How far is {} from {}?",
-    "What happened in {}?", "Who invented {}?", "Give me three ideas for {}.", "How old is {}?", "Why do we need {}?",
+    "What is {}?", "Who was {}?", "Explain {}.", "Tell me about {}.", "How does {} work?", "Why is {} so {}?",
+    "Where is {}?",
+    "Write a poem about {}.", "How do I make {}?", "When was {} built?", "What is the meaning of {}?",
+    "Give me a recipe for {}.",
+    "How many {} are there in the world?", "Write a program for {}.", "What do you think of {}?",
+    "Translate {} into French.",
+    "Can you explain {} to me?", "What should I know about {}?", "Is {} good for me?", "Do you like {}?",
+    "Which {} is the best?",
+    "Summarise {}.", "Write an email about {}.", "What is the difference between {} and {}?",
+    "How far is {} from {}?",
+    "What happened in {}?", "Who invented {}?", "Give me three ideas for {}.", "How old is {}?",
+    "Why do we need {}?",
+    "Who won {}?", "List three sorts of {}.", "I like {}.", "I am tired of {}.",
+    "What is the best way to learn {}?", "Name {}.",
+    "Count {}.", "Write a function for {}.", "How many {} are there?", "What colour is {}?",
+    "Should I buy {}?", "Say something about {}.",
 )  # fmt: skip
 _TOPICS = (
-    "quantum physics", "the moon", "the sun", "love", "life", "time", "water", "music", "money", "war", "peace", "history", "Python",
-    "the internet", "a computer", "a neural network", "the sky", "bread", "coffee", "tea", "football", "chess", "God", "art",
-    "Rust", "machine learning", "mathematics", "the sea", "democracy", "the weather", "a black hole", "DNA", "photosynthesis",
+    "quantum physics", "the moon", "the sun", "love", "life", "time", "water", "music", "money", "war",
+    "peace", "history", "Python",
+    "the internet", "a computer", "a neural network", "the sky", "bread", "coffee", "tea", "football",
+    "chess", "God", "art",
+    "Rust", "machine learning", "mathematics", "the sea", "democracy", "the weather", "a black hole", "DNA",
+    "photosynthesis",
 )  # fmt: skip
 
 
 def other(rng: random.Random, sentences: list[str]) -> Talk:
     """Anything else: a question on a random topic or a sentence out of a book, and the answer that it is not known."""
-    if rng.random() < 0.4:
+    pick = rng.random()
+    if pick < 0.3:
         return rng.choice(sentences), UNKNOWN, "I do not know about this."
+    if pick < 0.36:
+        noise = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 9)))
+        return noise, UNKNOWN, "I do not know about this."
 
     def topic() -> str:
         pick = rng.random()
         if pick < 0.5:
             return rng.choice(_TOPICS)
-        if pick < 0.7:
+        if pick < 0.65:
             return rng.choice([*CITIES, *NAMES])
-        return f"{rng.choice(['the', 'a', 'my'])} {rng.choice([*ADJECTIVES, *COLOURS])} {rng.choice([*NOUNS, *ANIMALS])}"
+        if pick < 0.75:
+            return f"{rng.choice(['the year', 'the war of', 'the cup of', 'number'])} {rng.randint(2, 2030)}"
+        whose, how, what = ("the", "a", "my"), (*ADJECTIVES, *COLOURS), (*NOUNS, *ANIMALS)
+        return f"{rng.choice(whose)} {rng.choice(how)} {rng.choice(what)}"
 
     ask = rng.choice(_OTHER)
     ask = ask.format(*(topic() for _ in range(ask.count("{}"))))
+    form = rng.random()
+    if form < 0.25:
+        ask = ask.lower().rstrip("?.")
+    elif form < 0.35:
+        ask = f"{rng.choice(_HELLO)}, {ask}"
+    elif form < 0.45:
+        ask = f"{ask[:-1]} in {rng.randint(1800, 2030)}{ask[-1]}"
     return ask, UNKNOWN, "I do not know about this."

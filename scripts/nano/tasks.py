@@ -1,4 +1,4 @@
-"""The generated conversations of k3-nano: each kind of task, its held-out half, and whole conversations of several turns.
+"""The generated conversations of k3-nano: each kind of task, its held-out part, and talks of several turns.
 
 Owns what is said. Every task is a run of chat messages whose assistant turns are fully determined by what
 stands before them (stories excepted), so that greedy decoding can be compared exactly. How messages become
@@ -16,7 +16,18 @@ from typing import Any, NamedTuple
 from .corpus import is_held_out
 from .small_talk import other, small_talk, story
 from .tools import TOOL_MAKERS, Tool, ToolUse, random_tool
-from .words import ADJECTIVES, ATTRIBUTES, CITIES, COLOURS, ENDINGS, FOLDERS, NAMES, NOUNS, SURNAMES
+from .words import (
+    ADJECTIVES,
+    ATTRIBUTES,
+    CITIES,
+    COLOURS,
+    ENDINGS,
+    FOLDERS,
+    NAMES,
+    NOUNS,
+    SMALL_NUMBERS,
+    SURNAMES,
+)
 
 Message = dict[str, Any]
 HELD_OUT_EVERY = 10
@@ -127,7 +138,10 @@ def _facts(source: Source, count: int) -> list[tuple[str, str, str]]:
     """`count` facts with different subjects: (statement, question, value)."""
     rng = source.rng
     style = rng.choice(["attribute", "attribute", "place", "line"])
-    if style == "attribute":
+    if count <= 6 and rng.random() < 0.5:
+        style = "mine"
+        subjects = rng.sample(["name", *ATTRIBUTES, *NOUNS], count)
+    elif style == "attribute":
         attribute = rng.choice(ATTRIBUTES)
         subjects = rng.sample(
             [*NAMES, *(f"{n} {s}" for n in rng.sample(NAMES, 20) for s in rng.sample(SURNAMES, 2))], count
@@ -149,6 +163,9 @@ def _facts(source: Source, count: int) -> list[tuple[str, str, str]]:
             facts.append(
                 (f"The {attribute} of {subject} is {value}.", f"What is the {attribute} of {subject}?", value)
             )
+        elif style == "mine":
+            value = rng.choice(NAMES) if subject == "name" else value
+            facts.append((f"My {subject} is {value}.", f"What is my {subject}?", value))
         elif style == "place":
             facts.append((f"The {subject} is marked {value}.", f"What is the {subject} marked?", value))
         else:
@@ -161,7 +178,7 @@ def recall(source: Source, held_out: bool = False, size: int | None = None) -> E
     rng = source.rng
 
     def make() -> Exchange:
-        count = size or rng.choice([2, 3, 4, 6, 8, 10, 14, 18, 24, 30, 36])
+        count = size or rng.choice([1, 2, 3, 4, 6, 8, 10, 14, 18, 24, 30, 36])
         facts = _facts(source, count)
         questions = 1 if held_out else rng.choice([1, 2, 3, 4])
         asked = [rng.choice(facts) for _ in range(questions)]
@@ -228,12 +245,21 @@ def add(source: Source, held_out: bool = False, digits: int = 3) -> Exchange:
             messages = [{"role": "user", "content": ask}, _assistant(str(a + b + c), thought)]
             return Exchange("add", messages, (sum_key(a, b), sum_key(a + b, c)))
         ask = rng.choice(
-            ["What is {} + {}?", "What is {} + {}?", "Add {} and {}.", "{} + {} =", "What is {} plus {}?", "Compute {} + {}.",
+            ["What is {} + {}?", "What is {} + {}?", "Add {} and {}.", "{} + {} =", "What is {} plus {}?",
+             "Compute {} + {}.",
              "What is the sum of {} and {}?", "{}+{}?", "How much is {} + {}?"]
         )  # fmt: skip
+        if not held_out and rng.random() < 0.1:
+            a, b = rng.randint(0, 20), rng.randint(0, 20)
+            words = SMALL_NUMBERS[a], SMALL_NUMBERS[b]
+            said = rng.choice(
+                ["What is {} plus {}?", "Add {} and {}.", "what is {} plus {}", "{} plus {}"]
+            ).format(*words)
+        else:
+            said = ask.format(a, b)
         return Exchange(
             "add",
-            [{"role": "user", "content": ask.format(a, b)}, _assistant(str(a + b), columns(a, b))],
+            [{"role": "user", "content": said}, _assistant(str(a + b), columns(a, b))],
             (sum_key(a, b),),
         )
 
@@ -309,15 +335,15 @@ def conversation(source: Source, budget: int) -> Conversation:
             if exchange.kind == "tool_call":
                 frame.messages.extend(exchange.messages)
                 break
-        elif pick < 0.20:
+        elif pick < 0.18:
             exchange = copy(source)
-        elif pick < 0.42:
+        elif pick < 0.40:
             exchange = recall(source)
-        elif pick < 0.76:
+        elif pick < 0.66:
             exchange = add(source, digits=rng.choice([2, 3, 3]))
-        elif pick < 0.92:
+        elif pick < 0.84:
             exchange = _talk("talk", small_talk, source)
-        elif pick < 0.96:
+        elif pick < 0.91:
             exchange = _talk("story", story, source)
         else:
             exchange = _talk("other", lambda r: other(r, source.sentences), source)
@@ -327,8 +353,8 @@ def conversation(source: Source, budget: int) -> Conversation:
     return frame
 
 
-def evaluation_prompt(kind: str, source: Source, thinking: bool) -> tuple[Conversation, str]:
-    """A held-out conversation of one kind; its last message is the expected answer. Returns it and its kind's label."""
+def evaluation_prompt(kind: str, source: Source, thinking: bool) -> Conversation:
+    """A held-out conversation of one kind; its last message is the expected answer."""
     rng = source.rng
     tools = pick_tools(source, rng.choice([1, 2, 3])) if kind.startswith("tool") else []
     if kind == "copy":
@@ -342,10 +368,7 @@ def evaluation_prompt(kind: str, source: Source, thinking: bool) -> tuple[Conver
     else:
         exchange = tool_answer(source, tools, True)
     effort = rng.choice([None, "low", "high", "max"]) if thinking else None
-    declared = [tool.declaration() for tool in tools]
-    return Conversation(
-        exchange.messages, declared, thinking, effort
-    ), f"{kind}, thinking {'on' if thinking else 'off'}"
+    return Conversation(exchange.messages, [tool.declaration() for tool in tools], thinking, effort)
 
 
 def drill(source: Source, size: int) -> list[tuple[str, bool]]:

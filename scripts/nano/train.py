@@ -22,6 +22,7 @@ from k3mlx.config import load_config
 from .data import Batch, Mixture, Rows, evaluation_set, stream
 from .model import CHUNK, Network, Params, initial_parameters, quantise
 from .optimiser import Optimiser
+from .samples import prompts
 
 BALANCE = 2e-3  # how far a step moves an expert's correction bias
 
@@ -79,9 +80,9 @@ class Trainer:
         return loss
 
 
-def share_of_rate(step: int, done: float, decay: float) -> float:
-    """Warm-up over 200 steps, then flat, then linear to zero over the last `decay` share."""
-    return min(1.0, (step + 1) / 200, max(0.0, (1 - done) / decay))
+def share_of_rate(step: int, done: float, warm_up: int, decay: float) -> float:
+    """Warm-up over some steps, then flat, then linear to zero over the last `decay` share."""
+    return min(1.0, (step + 1) / warm_up, max(0.0, (1 - done) / decay))
 
 
 @torch.no_grad()
@@ -110,10 +111,11 @@ def accuracy(
 
 @torch.no_grad()
 def prose_loss(network: Network, params: Params, ids: Tensor, length: int = 512, rows: int = 64) -> float:
-    """Mean nats per token over the first rows of a held-out text."""
+    """Mean nats per token over rows spread evenly over a held-out text."""
     rows = min(rows, (len(ids) - 1) // length)
-    x = ids[: rows * length].view(rows, length)
-    y = ids[1 : rows * length + 1].view(rows, length)
+    starts = [row * (len(ids) - length - 1) // max(1, rows - 1) for row in range(rows)]
+    x = torch.stack([ids[start : start + length] for start in starts])
+    y = torch.stack([ids[start + 1 : start + length + 1] for start in starts])
     logits = network.logits(params, network(params, x)[0])
     return F.cross_entropy(logits.flatten(0, 1), y.flatten()).item()
 
@@ -171,8 +173,11 @@ def main() -> None:
     parser.add_argument("--short", type=int, default=256, help="row length at first")
     parser.add_argument("--long", type=int, default=640, help="row length later")
     parser.add_argument("--short-share", type=float, default=0.35, help="share of the steps with short rows")
-    parser.add_argument("--muon", type=float, default=6e-3)
+    parser.add_argument(
+        "--muon", type=float, default=6e-3, help="peak rate of Muon; 0 leaves every parameter to AdamW"
+    )
     parser.add_argument("--adam", type=float, default=3e-3)
+    parser.add_argument("--warm-up", type=int, default=200, help="steps until the rates are at their peak")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument(
         "--decay", type=float, default=0.4, help="share of the steps over which the rates fall to zero"
@@ -187,6 +192,7 @@ def main() -> None:
         "--evaluate-every", type=float, default=90, help="seconds between evaluations and saves"
     )
     parser.add_argument("--evaluation-prompts", type=int, default=200)
+    parser.add_argument("--samples", type=int, default=100, help="prompts to show the greedy continuation of")
     args = parser.parse_args()
     began = time.monotonic()
 
@@ -197,7 +203,7 @@ def main() -> None:
     held_out = torch.from_numpy(
         rows.encoder.prose((args.prose / "prose_held_out.txt").read_text("utf-8")).astype("int64")
     )
-    sets = evaluation_set(rows, args.evaluation_prompts, seed=7)
+    sets = evaluation_set(rows.encoder, (rows.words, rows.sentences), args.evaluation_prompts, seed=7)
     shapes = [
         (int(args.steps * args.short_share), args.tokens // args.short, args.short),
         (1 << 60, args.tokens // args.long, args.long),
@@ -240,7 +246,7 @@ def main() -> None:
             done = max(done, (now - began) / (60 * args.minutes))
         if done >= 1:
             break
-        optimiser.rate.fill_(share_of_rate(step, done, args.decay))
+        optimiser.rate.fill_(share_of_rate(step, done, args.warm_up, args.decay))
         loss = trainer.step(next(batches))
         step += 1
         if step % 100 == 0 and now - last_print > 8:
@@ -260,9 +266,7 @@ def main() -> None:
         flush=True,
     )
     tokenizer = rows.encoder.tokenizer
-    from .samples import prompts
-
-    for prompt in prompts(tokenizer):
+    for prompt in prompts(tokenizer)[: args.samples]:
         text = tokenizer.decode(continuation(plain, params, prompt, 60, tokenizer.stop_ids))
         print(repr(tokenizer.decode(prompt)[-60:]), "->", repr(text), flush=True)
 

@@ -50,3 +50,8 @@ FIELDS = """size weight colour owner label status code level price count place g
 mode speed title""".split()
 ATTRIBUTES = """code number colour town age room key word desk seat score password phone street pet drink locker
 badge""".split()
+
+HEROES = """king queen girl boy farmer witch robot dragon princess prince wizard sailor baker giant knight soldier
+teacher captain fisherman ghost monster cowboy doctor painter""".split()
+SMALL_NUMBERS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+sixteen seventeen eighteen nineteen twenty""".split()
