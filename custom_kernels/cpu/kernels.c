@@ -190,8 +190,9 @@ INLINE void tile_few(const int format, const k3_matrix *m, int64_t row0, int row
     int r = 0;
     for (; r + MR1 <= rows; r += MR1)
         for (int t = 0; t < tokens;) {
-            int count = tokens - t >= FEW ? FEW : tokens - t >= 2 ? 2 : 1;
+            int count = tokens - t < FEW ? tokens - t : FEW;
             if (count == FEW) rows_few(format, MR1, FEW, m, row0 + r, x + t, y + t * K3_ROWS + r);
+            if (count == 3) rows_few(format, MR1, 3, m, row0 + r, x + t, y + t * K3_ROWS + r);
             if (count == 2) rows_few(format, MR1, 2, m, row0 + r, x + t, y + t * K3_ROWS + r);
             if (count == 1) rows_few(format, MR1, 1, m, row0 + r, x + t, y + t * K3_ROWS + r);
             t += count;
