@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
@@ -60,6 +60,7 @@ def load(
     expert_trace: str | Path | None = None,
     model_dirs: Sequence[str | Path] = (),
     prefill_step_size: int | str = "auto",
+    session_memory: int | str = 0,
 ) -> Engine:
     """Open a Kimi K3 and load its dense weights.
 
@@ -79,7 +80,8 @@ def load(
     model's own, or with copies of them: reads are spread over their drives.
     prefill_step_size: prompt tokens per forward pass, `auto` the largest of a ladder that memory allows; the
     one setting here, with backend, device and dtype, that may change the last bits of a result.
-    Raises UsageError, ModelFilesError or ResourceError.
+    session_memory: set aside within `memory` for sessions that are kept (`kept.KeptSessions`) beside the one
+    in work. Raises UsageError, ModelFilesError or ResourceError.
     """
     step = _step(prefill_step_size)
     limit = None if memory == "auto" else parse_size(memory, "memory")
@@ -93,7 +95,9 @@ def load(
     folder = resolve(model)
     checkpoint = open_checkpoint(folder, streaming.model_dirs)
     try:
-        plan = plan_memory(backend_needs(choice, checkpoint, dtype), limit, budget, step)
+        needs = backend_needs(choice, checkpoint, dtype)
+        needs = replace(needs, state=needs.state + parse_size(session_memory, "session_memory"))
+        plan = plan_memory(needs, limit, budget, step)
         made = make_backend(choice, checkpoint, dtype, budget, experts_device, cpu_threads, streaming, plan)
     except BaseException:
         checkpoint.close()

@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import machine
 from .errors import K3Error
+from .memory import parse_size
 
 if TYPE_CHECKING:
     from .engine import Engine, Session, Snapshot
 
+MEMORY_MAX = 4_000_000_000  # of kept sessions, unless asked otherwise
+MEMORY_SHARE = 16  # and at most one part in so many of the memory
 NEAR = 8  # ids; a shorter pass is not worth its snapshot
 
 
@@ -53,6 +57,16 @@ class Prompt:
             if border in wanted or border - (chosen[-1] if chosen else known) >= step:
                 chosen.append(border)
         return chosen
+
+
+def session_memory(asked: int | str, memory: int | str = "auto") -> int:
+    """Bytes for kept sessions: as asked for, or for `auto` a small part of `memory` (`auto`: of what is free)."""
+    if asked != "auto":
+        return parse_size(asked, "session_memory")
+    if memory != "auto":
+        return min(MEMORY_MAX, parse_size(memory, "memory") // MEMORY_SHARE)
+    room = machine.available_memory()
+    return MEMORY_MAX if room is None else min(MEMORY_MAX, room.free // MEMORY_SHARE)
 
 
 @dataclass

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import k3mlx
+from k3mlx import machine
 from k3mlx.conversation import Conversation
-from k3mlx.errors import ModelFilesError, UsageError
+from k3mlx.errors import ModelFilesError, ResourceError, UsageError
 from k3mlx.generation import RunOptions, chat_prompt, complete, run_prompt
-from k3mlx.kept import KeptSessions, Prompt
+from k3mlx.kept import KeptSessions, Prompt, session_memory
 from k3mlx.sampling import SamplingOptions
 from tests.text import marked
 from tests.tiny import random_config, write_random_model
@@ -314,3 +315,22 @@ def test_a_file_whose_messages_are_damaged(conversation, tmp_path):
     with pytest.raises(UsageError):
         conversation.load(tmp_path / "kept")
     assert conversation.messages == []
+
+
+def test_how_much_memory_sessions_get(monkeypatch):
+    assert session_memory("3GB") == 3_000_000_000
+    assert session_memory("auto", "64GB") == 4_000_000_000
+    assert session_memory("auto", "16GB") == 1_000_000_000
+    monkeypatch.setattr(machine, "available_memory", lambda: None)
+    assert session_memory("auto") == 4_000_000_000
+
+
+def test_their_memory_is_part_of_the_plan(byte_model):
+    def cache(**options):
+        with k3mlx.load(byte_model, memory="400MB", **options) as engine:
+            return engine.report()["memory"]
+
+    plain, with_sessions = cache(), cache(session_memory="20MB")
+    assert with_sessions["state"] - plain["state"] == 20_000_000
+    with pytest.raises(ResourceError, match="too small"):
+        cache(session_memory="1GB")

@@ -47,7 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="go on from this file if it is there, and write it at the end",
     )
     parser.add_argument(
-        "--session-memory", default="4GB", metavar="SIZE", help="state of earlier points kept (default: 4GB)"
+        "--session-memory",
+        default="auto",
+        metavar="SIZE",
+        help="state of earlier points kept (default: a part of memory, at most 4GB)",
     )
     parser.add_argument(
         "--history", default="~/.k3mlx_history", metavar="FILE", help="of typed lines; none keeps none"
@@ -60,11 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from k3mlx.conversation import Conversation
     from k3mlx.generation import RunOptions, sampling_options
-    from k3mlx.kept import KeptSessions
-    from k3mlx.memory import parse_size
+    from k3mlx.kept import KeptSessions, session_memory
 
-    memory = parse_size(args.session_memory, "session_memory")
-    with open_engine(args) as engine:
+    memory = session_memory(args.session_memory, args.memory)
+    with open_engine(args, memory) as engine:
         names = ("temp", "top_p", "top_k", "min_p", "seed")
         sampling = sampling_options(engine, {name: getattr(args, name) for name in names})
         options = RunOptions(sampling, args.max_tokens)

@@ -112,8 +112,11 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int)
 
 
-def open_engine(args: argparse.Namespace) -> Engine:
-    """Load the model that the flags name, and say on stderr what it runs on."""
+def open_engine(args: argparse.Namespace, session_memory: int = 0) -> Engine:
+    """Load the model that the flags name, and say on stderr what it runs on.
+
+    session_memory: bytes to set aside for sessions that the command keeps.
+    """
     from k3mlx.engine import load
 
     engine = load(
@@ -134,6 +137,7 @@ def open_engine(args: argparse.Namespace) -> Engine:
         expert_trace=args.expert_trace,
         model_dirs=args.model_dirs,
         prefill_step_size=args.prefill_step_size,
+        session_memory=session_memory,
     )
     try:
         _say_what_runs(engine, args.verbose)

@@ -40,8 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-messages", type=int, default=4096, metavar="N", help="in one request")
     parser.add_argument("--max-body", default="16MB", metavar="SIZE", help="of one request")
     parser.add_argument(
-        "--session-memory", default="4GB", metavar="SIZE",
-        help="state of earlier conversations kept in memory, so that only what is new is read (default: 4GB)",
+        "--session-memory", default="auto", metavar="SIZE",
+        help="state of earlier conversations, kept so that only what is new is read (default: a part of"
+        " memory, at most 4GB)",
     )  # fmt: skip
     parser.add_argument(
         "--session-disk", default="16GB", metavar="SIZE",
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ResourceError(f"serve needs {' and '.join(missing)}: pip install 'k3mlx[server]'")
+    from k3mlx.kept import session_memory
     from k3mlx.memory import parse_size
     from k3mlx.server.app import Settings
     from k3mlx.server.requests import Limits
@@ -73,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if not local and key is None:
         note(f"warning: {args.host} is open to others and there is no --api-key")
+    kept = session_memory(args.session_memory, args.memory)
     bound = listen(args.host, args.port)
     shown = f"[{args.host}]" if ":" in args.host else args.host
     url = f"http://{shown}:{bound.getsockname()[1]}"
@@ -81,12 +84,12 @@ def run(args: argparse.Namespace) -> int:
     def load() -> Engine:
         note(f"{settings.model}: loading; {url}/health tells when it is ready")
         with _still_loading(settings.model):
-            return open_engine(args)
+            return open_engine(args, kept)
 
     worker = Worker(
         load,
         queue_limit=args.max_queue,
-        keep_bytes=parse_size(args.session_memory, "session_memory"),
+        keep_bytes=kept,
         keep_disk_bytes=parse_size(args.session_disk, "session_disk"),
         on_ready=lambda engine: note(f"{settings.model}: ready at {url} (API at {url}/v1), Ctrl-C ends"),
         on_failure=failure.append,
