@@ -15,7 +15,7 @@ import numpy as np
 from .blas import BlasThreads
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
-from .dense import DenseCounters, DenseReader, LayerRing
+from .dense import DenseReader, LayerRing, stored_sizes
 from .devices import Choice
 from .errors import ResourceError, UsageError
 from .experts.compute import NumpyExperts
@@ -93,13 +93,12 @@ class NumpyBackend:
         self.dtype = dtype
         self.store = ExpertStore(checkpoint, expert_cache, streaming)
         self._reader = DenseReader(checkpoint, self.store.options.io_threads, self.store.files.direct)
-        item, count = np.dtype(dtype), self.config.num_hidden_layers
+        item, sizes = np.dtype(dtype), stored_sizes(checkpoint)
         self._ring = LayerRing(
-            lambda layer: load_layer(self._reader.layer(layer, item), layer, item),
-            count,
-            range(count) if resident is None else resident,
+            lambda layer: lambda: load_layer(self._reader.layer(layer, item), layer, item),
+            sizes,
+            range(len(sizes)) if resident is None else resident,
         )
-        self._reader.counters = DenseCounters()  # of reading at use, not of loading
         experts = NumpyExperts(self.store, self.config, item, self._router)
         self.model = ReferenceModel(checkpoint, experts, item, self._ring)
         self._expert_format = "mxfp4" if checkpoint.mxfp4 else dtype
@@ -143,7 +142,7 @@ class NumpyBackend:
         return {"numpy": np.__version__}
 
     def dense_report(self) -> dict[str, Any]:
-        return {**vars(self._reader.counters), "wait_seconds": self._ring.wait_seconds}
+        return self._ring.report()
 
     def close(self) -> None:
         self.store.close()
@@ -212,6 +211,7 @@ def make_backend(
             device=choice.device, kernels=choice.kernels, must=choice.must,
             experts_device=experts_device, threads=cpu_threads,
             cache_bytes=None if plan is None else mlx_cache_limit(plan.memory),
+            resident=None if plan is None else plan.resident,
         )  # fmt: skip
     made.notes = (*choice.notes, *made.notes)
     return made

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Generic, TypeVar, overload
 
@@ -25,37 +24,32 @@ from .experts.files import ExpertFiles
 from .experts.slots import ALIGN, round_up
 
 T = TypeVar("T")
+Begin = Callable[[int], Callable[[], T]]  # prepares a layer; the result reads it
 _WIDEN = 1 << 20  # numbers widened at a time
-
-
-@dataclass
-class DenseCounters:
-    """What reading layers at each use has cost."""
-
-    bytes_read: int = 0
-    read_seconds: float = 0.0
-    wait_seconds: float = 0.0
 
 
 class LayerRing(Sequence[T], Generic[T]):
     """Layers by number: those of `resident` are loaded once, any other when it is next in turn.
 
-    One of the others is in use and one is being read, so two must fit beside the resident ones. `load(n)` is
-    called in a thread of this object for the others. One thread asks.
+    One of the others is in use and one is being read, so two must fit beside the resident ones. `begin(n)` is
+    called by the thread that asks, the function that it returns by that thread for resident layers and by one of
+    this object for others. `sizes` are bytes on disk. One thread asks.
     """
 
-    def __init__(self, load: Callable[[int], T], count: int, resident: Collection[int]) -> None:
-        self._load = load
-        self._count = count
-        self._kept = {n: load(n) for n in sorted(resident)}
-        self._streamed = [n for n in range(count) if n not in self._kept]
+    def __init__(self, begin: Begin[T], sizes: Sequence[int], resident: Collection[int]) -> None:
+        self._begin = begin
+        self._sizes = sizes
+        self._kept = {n: begin(n)() for n in sorted(resident)}
+        self._streamed = [n for n in range(len(sizes)) if n not in self._kept]
         self._current: tuple[int, T] | None = None
         self._ahead: tuple[int, Future[T]] | None = None
         self._thread = ThreadPoolExecutor(1, "k3mlx-ahead") if self._streamed else None
+        self.bytes_read = 0
+        self.read_seconds = 0.0
         self.wait_seconds = 0.0
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._sizes)
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -64,7 +58,7 @@ class LayerRing(Sequence[T], Generic[T]):
     def __getitem__(self, index: int | slice) -> T | Sequence[T]:
         if isinstance(index, slice):
             raise TypeError("layers are taken one at a time")
-        if not 0 <= index < self._count:
+        if not 0 <= index < len(self._sizes):
             raise IndexError(index)
         if index in self._kept:
             return self._kept[index]
@@ -77,6 +71,14 @@ class LayerRing(Sequence[T], Generic[T]):
         """The layer if it is in memory for good."""
         return self._kept.get(layer)
 
+    def report(self) -> dict[str, Any]:
+        """What reading layers at each use has cost: bytes, time of the reads, time waited for them."""
+        return {
+            "bytes_read": self.bytes_read,
+            "read_seconds": self.read_seconds,
+            "wait_seconds": self.wait_seconds,
+        }
+
     def close(self) -> None:
         """Wait for a read in progress and let go of everything."""
         if self._thread is not None:
@@ -86,19 +88,39 @@ class LayerRing(Sequence[T], Generic[T]):
 
     def _next(self, layer: int) -> T:
         """A layer that is read at each use; starts to read the one after it."""
-        assert self._thread is not None, "a layer that is not resident has a thread to read it"
         started = perf_counter()
         if self._ahead is not None and self._ahead[0] != layer:
             self._ahead[1].cancel()  # a pass was abandoned: what was read ahead is of no use now
             self._ahead = None
-        future = self._ahead[1] if self._ahead is not None else self._thread.submit(self._load, layer)
+        future = self._ahead[1] if self._ahead is not None else self._submit(layer)
         self._ahead = None
         weights = future.result()
         self.wait_seconds += perf_counter() - started
         if len(self._streamed) > 1:
             following = self._streamed[(self._streamed.index(layer) + 1) % len(self._streamed)]
-            self._ahead = following, self._thread.submit(self._load, following)
+            self._ahead = following, self._submit(following)
         return weights
+
+    def _submit(self, layer: int) -> Future[T]:
+        assert self._thread is not None, "a layer that is not resident has a thread to read it"
+        read = self._begin(layer)
+
+        def run() -> T:
+            started = perf_counter()
+            weights = read()
+            self.read_seconds += perf_counter() - started
+            self.bytes_read += self._sizes[layer]
+            return weights
+
+        return self._thread.submit(run)
+
+
+def stored_sizes(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Bytes on disk of each layer without its routed experts."""
+    return tuple(
+        sum(checkpoint.tensors[spec.name].nbytes for spec in layer_specs(checkpoint.config, n))
+        for n in range(checkpoint.config.num_hidden_layers)
+    )
 
 
 class DenseReader:
@@ -111,17 +133,12 @@ class DenseReader:
         self._checkpoint = checkpoint
         self._files = ExpertFiles(checkpoint.stamps, direct)
         self._pool = ThreadPoolExecutor(threads, "k3mlx-dense")
-        self.counters = DenseCounters()
 
     def layer(self, layer: int, dtype: DTypeLike) -> LoadedTensors:
         """The tensors of a layer as `Checkpoint.load` gives them. Raises ModelFilesError."""
-        started = perf_counter()
         names = [spec.name for spec in layer_specs(self._checkpoint.config, layer)]
         arrays = self._pool.map(lambda name: self._tensor(name, np.dtype(dtype)), names)
-        loaded = LoadedTensors(self._checkpoint.config, dict(zip(names, arrays, strict=True)))
-        self.counters.bytes_read += sum(self._checkpoint.tensors[name].nbytes for name in names)
-        self.counters.read_seconds += perf_counter() - started
-        return loaded
+        return LoadedTensors(self._checkpoint.config, dict(zip(names, arrays, strict=True)))
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)

@@ -14,6 +14,7 @@ from . import machine
 from .checkpoint.names import TensorSpec, dense_specs, layer_specs
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
+from .dense import stored_sizes
 from .devices import Choice
 from .experts.layout import ExpertLayout
 from .reference.mla import SCORE_ELEMENTS
@@ -86,7 +87,10 @@ def backend_needs(choice: Choice, checkpoint: Checkpoint, dtype: str | None) -> 
 
         item, kda_item = (2 if dtype == "bfloat16" else 4), 4
         dense = dense_bytes(checkpoint, size_in(item, KEPT_FLOAT32))
-        ring, copies, item = None, 3, 4  # products of CPU streams are float32
+        # a layer's arrays are needed until the next one has been evaluated: three of them at once
+        plain = type(checkpoint) is Checkpoint and choice.device != "cuda"
+        ring = sum(sorted(dense.layers)[-3:]) if plain and len(dense.layers) > 3 else None
+        copies, item = 3, 4  # products of CPU streams are float32
         scratch = mlx_cache_limit
     layout = ExpertLayout(checkpoint)
     return Needs(
@@ -116,12 +120,8 @@ def default_dtype(choice: Choice) -> str:
 def dense_bytes(checkpoint: Checkpoint, size_of: SizeOf) -> DenseBytes:
     """The dense weights, a tensor's size in memory given by `size_of`."""
     config = checkpoint.config
-    stored = tuple(
-        sum(checkpoint.tensors[spec.name].nbytes for spec in layer_specs(config, n))
-        for n in range(config.num_hidden_layers)
-    )
     layers = tuple(sum(map(size_of, layer_specs(config, n))) for n in range(config.num_hidden_layers))
-    return DenseBytes(layers, sum(map(size_of, dense_specs(config))) - sum(layers), stored)
+    return DenseBytes(layers, sum(map(size_of, dense_specs(config))) - sum(layers), stored_sizes(checkpoint))
 
 
 def size_in(itemsize: int, kept_float32: tuple[str, ...] = ()) -> SizeOf:

@@ -7,7 +7,7 @@ run on while the routed ones compute. Source: model specification §2; numerics 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +29,7 @@ from .ops import Matrix, Probe, Quantized, Weights, gated_on, linear, rms_norm, 
 from .room import Room
 from .slots import ExpertBytes
 from .state import KdaState, LatentCache, State, Update
-from .weights import LayerWeights, Loader
+from .weights import Loader
 
 HEAD_ELEMENTS = 1 << 26  # numbers of the head widened to float32 at once
 DEADLINE_SECONDS = 120.0  # for an evaluation of any size
