@@ -162,11 +162,12 @@ def cases(stem: str) -> list[Case]:
             attn_res_case(frozen=1, tokens=1, width=129, threads=128),
         ]
     return [
-        route_case(experts=33, k=16, tokens=2, threads=128, kind="ties"),
-        route_case(experts=300, k=5, tokens=3, threads=128, kind="nan"),
+        route_case(experts=300, k=16, tokens=3, threads=128, kind="ties"),
+        route_case(experts=20, k=20, tokens=3, threads=128, kind="nan"),
         route_case(experts=896, k=16, tokens=2, threads=256),
-        route_case(experts=40, k=16, tokens=2, threads=1024, kind="wide"),
-        route_case(experts=20, k=20, tokens=2, threads=128),
+        route_case(experts=129, k=5, tokens=2, threads=128, kind="wide"),
+        route_case(experts=100, k=40, tokens=2, threads=128),
+        route_case(experts=300, k=5, tokens=2, threads=1024, kind="nan"),
     ]
 
 

@@ -248,7 +248,8 @@ def route_case(
     kind: str = "plain",
     seed: int = 0,
 ) -> Case:
-    """A case of the choice in `route_topk`; kinds: plain, ties (many equal scores), nan, wide (saturated)."""
+    """A case of the choice in `route_topk`; kinds: plain, ties (many equal scores), nan, wide (saturated scores,
+    infinite biases)."""
     rng = np.random.default_rng([seed, experts, k, tokens])
     logits = rng.standard_normal((tokens, experts)).astype(np.float32)
     bias = (0.3 * rng.standard_normal(experts)).astype(np.float32)
@@ -256,6 +257,7 @@ def route_case(
         logits, bias = np.sign(logits), (np.round(2 * bias) / 4).astype(np.float32)
     elif kind == "wide":
         logits = (40 * logits).astype(np.float32)
+        bias[[0, -1]] = -np.inf, np.inf
     elif kind == "nan":
         logits[::2, 1::7] = np.nan
     scaling = 2.5
@@ -291,7 +293,7 @@ def _check_ids(ids: Floats, expected: NDArray[np.intp], biased: Floats, kind: st
     legal = ids.shape == expected.shape and bool(((ids >= 0) & (ids < biased.shape[1])).all())
     if not legal or any(len(set(row)) != len(row) for row in ids.tolist()):
         return Check("ids", "score gap", float("nan"), 0.0, "ids out of range or repeated")
-    if kind == "ties":
+    if kind in ("ties", "nan"):  # every place is determined
         return exact("ids", ids, expected)
     best, chosen = (np.take_along_axis(biased, n.astype(np.intp), -1) for n in (expected, ids))
     gap = np.where(best == chosen, 0.0, best - np.where(best == chosen, 0.0, chosen))
@@ -304,7 +306,10 @@ def _check_weights(ids: Floats, weights: Floats, scores: Floats, scaling: float)
     safe = np.clip(ids, 0, scores.shape[1] - 1).astype(np.intp)
     chosen = np.take_along_axis(scores, safe, -1)
     expected = chosen / (chosen.sum(-1, keepdims=True) + 1e-20) * scaling
-    return Check("weights", "relative L2", relative_error(weights, expected), FLOAT32_TOLERANCE)
+    if not np.array_equal(np.isnan(weights), np.isnan(expected)):
+        return Check("weights", "NaN of a chosen NaN", float("nan"), 0.0, "weights are NaN at other places")
+    got, expected = np.nan_to_num(weights), np.nan_to_num(expected)
+    return Check("weights", "relative L2", relative_error(got, expected), FLOAT32_TOLERANCE)
 
 
 def failures(checks: Sequence[Check]) -> list[str]:

@@ -90,6 +90,10 @@ def route_topk_cases() -> Iterator[Case]:
             count += 1
     for threads in THREADS:
         yield route_case(tokens=2, threads=threads, seed=99)
+    yield route_case(experts=300, tokens=3, kind="ties")
+    yield route_case(experts=20, k=20, tokens=3, kind="nan")
+    yield route_case(experts=129, k=5, tokens=2, kind="wide")
+    yield route_case(experts=100, k=40, tokens=2)
 
 
 CASES = {
