@@ -18,7 +18,7 @@ from .config import ModelConfig
 from .dense import DenseReader, LayerRing, stored_sizes
 from .devices import Choice
 from .errors import ResourceError, UsageError
-from .experts.compute import NumpyExperts
+from .experts.native import make_experts
 from .experts.options import StreamOptions
 from .experts.store import ExpertStore
 from .governor import MemoryPlan
@@ -85,6 +85,8 @@ class NumpyBackend:
         expert_cache: int | None,
         streaming: StreamOptions | None = None,
         resident: Collection[int] | None = None,
+        experts_kernel: str = "auto",
+        cpu_threads: int | None = None,
     ) -> None:
         """resident: the layers whose dense weights stay in memory, all if None; others are read at each use."""
         if dtype not in ("float32", "float64"):
@@ -99,7 +101,9 @@ class NumpyBackend:
             sizes,
             range(len(sizes)) if resident is None else resident,
         )
-        experts = NumpyExperts(self.store, self.config, item, self._router)
+        experts, note = make_experts(experts_kernel, self.store, self.config, item, self._router, cpu_threads)
+        self.notes = () if note is None else (note,)
+        self._experts_kernel = experts.kernel
         self.model = ReferenceModel(checkpoint, experts, item, self._ring)
         self._expert_format = "mxfp4" if checkpoint.mxfp4 else dtype
         self._calls: Counter[str] = Counter()
@@ -129,7 +133,7 @@ class NumpyBackend:
             {
                 "part": part,
                 "device": self.device,
-                "kernel": "numpy",
+                "kernel": self._experts_kernel if part == "experts" else "numpy",
                 "format": self._expert_format if part == "experts" else self.dtype,
                 "calls": self._calls[part],
                 "failures": 0,
@@ -179,6 +183,7 @@ def make_backend(
     dtype: str | None,
     expert_cache: int | None,
     experts_device: str = "cpu",
+    experts_kernel: str = "auto",
     cpu_threads: int | None = None,
     streaming: StreamOptions | None = None,
     plan: MemoryPlan | None = None,
@@ -201,9 +206,12 @@ def make_backend(
         if checkpoint.affine_experts:
             raise ResourceError("the experts are stored as affine codes, which only the mlx backend computes")
         made: Backend = NumpyBackend(
-            checkpoint, dtype, expert_cache, streaming, None if plan is None else plan.resident
-        )
+            checkpoint, dtype, expert_cache, streaming, None if plan is None else plan.resident,
+            experts_kernel, cpu_threads,
+        )  # fmt: skip
     else:
+        if experts_kernel not in ("auto", "stream"):
+            raise UsageError(f"experts_kernel is {experts_kernel!r}, expected auto or stream on mlx")
         from .model.backend import MlxBackend
 
         made = MlxBackend(

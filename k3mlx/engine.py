@@ -48,6 +48,7 @@ def load(
     device: str = "auto",
     dtype: str | None = None,
     experts_device: str = "cpu",
+    experts_kernel: str = "auto",
     cpu_threads: int | None = None,
     memory: int | str = "auto",
     expert_cache: int | str = "auto",
@@ -69,7 +70,9 @@ def load(
     which leaves it to K3_METAL (1 Metal or nothing, 0 never a GPU) and to what is there.
     dtype: what the dense parts compute in: float32 (default) or float64 on numpy; bfloat16 (default on a GPU)
     or float32 (default on the CPU) on mlx. experts_device: `cpu`, or `gpu` for mlx on a GPU.
-    cpu_threads: CPU streams that routed experts are spread over on mlx; None is OMP_NUM_THREADS, else every core.
+    experts_kernel: what computes them on the CPU: `native` (C) or `numpy` on numpy, `stream` on mlx; `auto` is
+    native where it is built and has computed right on this machine.
+    cpu_threads: threads (or CPU streams on mlx) for routed experts; None is OMP_NUM_THREADS, else every core.
     memory: bytes that the whole process may use (`64GB`, or an integer); `auto` is what the machine can give.
     expert_cache: bytes of expert payload kept in memory; `auto` is K3_EXPERT_GB, else what memory has left.
     cache_policy: `lru`, `decayed` or `s3fifo`. io_threads: reads at once (K3_LOAD_THREADS, else 4).
@@ -98,7 +101,9 @@ def load(
         needs = backend_needs(choice, checkpoint, dtype)
         needs = replace(needs, state=needs.state + parse_size(session_memory, "session_memory"))
         plan = plan_memory(needs, limit, budget, step)
-        made = make_backend(choice, checkpoint, dtype, budget, experts_device, cpu_threads, streaming, plan)
+        made = make_backend(
+            choice, checkpoint, dtype, budget, experts_device, experts_kernel, cpu_threads, streaming, plan
+        )
     except BaseException:
         checkpoint.close()
         raise

@@ -40,6 +40,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--experts-device", choices=("cpu", "gpu"), default="cpu", help="where routed experts compute (mlx)"
     )
     group.add_argument(
+        "--experts-kernel",
+        choices=("auto", "native", "numpy", "stream"),
+        default="auto",
+        help="C or numpy on the numpy backend, CPU streams on mlx (default: native where built and verified)",
+    )
+    group.add_argument(
         "--cpu-threads",
         type=int,
         metavar="N",
@@ -125,6 +131,7 @@ def open_engine(args: argparse.Namespace, session_memory: int = 0) -> Engine:
         device=args.device,
         dtype=args.dtype,
         experts_device=args.experts_device,
+        experts_kernel=args.experts_kernel,
         cpu_threads=args.cpu_threads,
         memory=args.memory,
         expert_cache=args.expert_cache,

@@ -30,6 +30,8 @@ Matrices = tuple[Array, Array, Array]  # w1 gate [F, L], w2 down [L, F], w3 up [
 class NumpyExperts:
     """Computes the mixture of a layer from a store; reads begin at `start`, beside what the caller does."""
 
+    kernel = "numpy"  # for the report
+
     def __init__(
         self,
         store: ExpertStore,
@@ -53,10 +55,16 @@ class NumpyExperts:
 
         def mix(latent: Array) -> Array:
             with request:
-                outputs = self._outputs(latent, ids, weights, layer, request)
-                return _sum_apart(latent, ids, outputs) if apart else _sum(latent, outputs)
+                return self._mix(latent, ids, weights, layer, request, apart)
 
         return mix
+
+    def _mix(
+        self, x: Array, ids: NDArray[np.intp], weights: Array, layer: int, request: Request, apart: bool
+    ) -> Array:
+        """The mixture for latents x [T, L]; `apart` experts come in any order, others in that of their ids."""
+        outputs = self._outputs(x, ids, weights, layer, request)
+        return _sum_apart(x, ids, outputs) if apart else _sum(x, outputs)
 
     def _look_ahead(self, layer: int, x: Array) -> None:
         """Ask the next layer's router about this layer's input x [T, D]."""

@@ -101,7 +101,7 @@ def test_other_chunks_have_their_own_bits_but_only_one_of_them(streaming_folder,
 def test_the_numpy_mixture_is_the_references(streaming_folder):
     """Also when the outputs cannot be kept apart, so that experts come in the order of their ids."""
     rng = np.random.default_rng(11)
-    with k3mlx.load(streaming_folder, backend="numpy", expert_cache=0) as engine:
+    with k3mlx.load(streaming_folder, backend="numpy", expert_cache=0, experts_kernel="numpy") as engine:
         config, experts = engine.config, engine.backend.model.experts
         store, checkpoint = engine.backend.store, engine._checkpoint
         for tokens in (1, 2, 30):

@@ -1,0 +1,126 @@
+"""Routed experts by the C kernels, straight from their slots, and the choice between them and numpy.
+
+Owns how a layer's mixture becomes calls of `experts_mix`. The reads are the store's, the arithmetic is
+`custom_kernels/cpu`. Sums are in the order of ids whatever order the experts come in, as in `compute.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from k3mlx.config import ModelConfig
+from k3mlx.errors import K3Error, ModelFilesError, ResourceError, UsageError
+from k3mlx.kernels.cpu import CpuKernels, Expert, load_cpu_kernels
+from k3mlx.kernels.cpu_matrix import Matrix
+from k3mlx.kernels.cpu_verify import verify
+from k3mlx.reference.ops import Array
+
+from .compute import NumpyExperts, Router
+from .request import Request
+from .store import ExpertStore, Held
+
+EXPERT_KERNELS = ("auto", "native", "numpy")
+GROUP = 32  # experts of one call at most
+
+
+class NativeExperts(NumpyExperts):
+    """As `NumpyExperts`, in float32 by the C kernels: nothing is decoded to memory first."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        config: ModelConfig,
+        kernels: CpuKernels,
+        router: Callable[[int], Router | None] | None = None,
+    ) -> None:
+        super().__init__(store, config, np.float32, router)
+        self._kernels = kernels
+        self.kernel = kernels.describe()
+
+    def _mix(
+        self, x: Array, ids: NDArray[np.intp], weights: Array, layer: int, request: Request, apart: bool
+    ) -> Array:
+        """Each group of experts at once. Apart, an expert's output goes to a row of its own for each token and
+        the rows are summed at the end; otherwise the experts come in the order of ids and add up as they come."""
+        tokens_count, chosen = ids.shape
+        rank = np.argsort(np.argsort(ids, axis=1), axis=1)  # of each chosen expert among its token's
+        rows_count = tokens_count * chosen if apart else tokens_count
+        out = np.zeros((rows_count, x.shape[1]), np.float32)
+        beta, linear_beta = self._config.activation_situ_beta, self._config.activation_situ_linear_beta
+        for group in request.groups(GROUP):
+            tokens, slots = zip(*(np.nonzero(ids == held.expert) for held in group), strict=True)
+            rows = [rank[t, s] * tokens_count + t for t, s in zip(tokens, slots, strict=True)]
+            factors = [weights[t, s] for t, s in zip(tokens, slots, strict=True)]
+            try:
+                self._kernels.experts_mix(
+                    x, [_stored(held) for held in group], tokens, factors, beta, linear_beta,
+                    out, rows if apart else None,
+                )  # fmt: skip
+            except ModelFilesError as error:
+                names = ", ".join(f"{held.expert} ({held.placement.pieces[0].path})" for held in group)
+                raise ModelFilesError(f"layer {layer}, one of the experts {names}: {error}") from None
+        if not apart:
+            return out
+        total = np.zeros_like(x)
+        for summand in out.reshape(chosen, tokens_count, -1):
+            total += summand
+        return total
+
+
+def _stored(held: Held) -> Expert:
+    """An expert's tensors as the kernels take them."""
+    parts = held.parts
+    if "w1.weight" in parts:
+        w1, w2, w3 = (Matrix.dense(parts[f"{name}.weight"]) for name in ("w1", "w2", "w3"))
+        return w1, w2, w3
+    return tuple(
+        parts[f"{name}.weight_{kind}"] for name in ("w1", "w2", "w3") for kind in ("packed", "scale")
+    )
+
+
+def make_experts(
+    kernel: str,
+    store: ExpertStore,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    router: Callable[[int], Router | None] | None,
+    threads: int | None,
+) -> tuple[NumpyExperts, str | None]:
+    """The experts of a numpy engine, and a line about it if they are not computed by what `auto` prefers.
+
+    kernel: `native`, `numpy`, or `auto`: native where it is built, has computed right on this machine just
+    now, and the dtype is float32. Raises UsageError for another name, ResourceError for a native kernel that
+    was asked for and cannot be had.
+    """
+    if kernel not in EXPERT_KERNELS:
+        raise UsageError(
+            f"experts_kernel is {kernel!r}, expected one of {', '.join(EXPERT_KERNELS)} on numpy"
+        )
+    on_numpy = NumpyExperts(store, config, dtype, router)
+    if kernel == "numpy":
+        return on_numpy, None
+    if np.dtype(dtype) != np.float32:
+        if kernel == "native":
+            raise UsageError(f"experts_kernel native computes in float32, not {np.dtype(dtype)}")
+        return on_numpy, None
+    try:
+        return NativeExperts(store, config, _verified(threads), router), None
+    except ResourceError as error:
+        if kernel == "native":
+            raise
+        return on_numpy, f"experts on numpy: {error}"
+
+
+def _verified(threads: int | None) -> CpuKernels:
+    kernels = load_cpu_kernels(threads=threads)
+    try:
+        wrong = [check for check in verify(kernels) if not check.ok]
+    except K3Error as error:
+        raise ResourceError(f"the CPU kernels failed their check: {error}") from error
+    if wrong:
+        found = ", ".join(f"{check.name} by {check.worst:.1e}" for check in wrong)
+        raise ResourceError(f"the CPU kernels ({kernels.isa}) compute wrong on this machine: {found}")
+    return kernels
