@@ -158,8 +158,10 @@ class _Chat:
                         continue
                     if channel and channel != piece.channel:
                         print("" if ends_line else "\n")
+                        status.line.written("\n")
                     channel, ends_line = piece.channel, piece.text.endswith("\n")
                     print(dim(piece.text) if channel == "think" else piece.text, end="", flush=True)
+                    status.line.written(piece.text)
             except KeyboardInterrupt:
                 pieces.close()
         if not ends_line:

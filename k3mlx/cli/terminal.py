@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import sys
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,18 +80,24 @@ class LineReader:
 
 
 class StatusLine:
-    """A line at the bottom of the screen that changes while text scrolls above it."""
+    """A line at the bottom of the screen that changes while text scrolls above it.
+
+    It is told what is written, because a cursor behind the last column cannot be left and found again
+    everywhere: the next character would overwrite the last one.
+    """
 
     def __init__(self) -> None:
         self._rows = 0  # of the terminal, 0 while there is no line
+        self._columns = 0
+        self._column = 0  # of the cursor
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[StatusLine]:
         """Reserve the bottom row; does nothing where that cannot be done."""
         usable = sys.stdout.isatty() and os.name != "nt" and os.environ.get("TERM", "dumb") != "dumb"
-        rows = shutil.get_terminal_size().lines if usable else 0
+        columns, rows = shutil.get_terminal_size() if usable else (0, 0)
         if rows >= 5:
-            self._rows = rows
+            self._columns, self._rows, self._column = columns, rows, 0
             self._out(f"\n\x1b[A\x1b7\x1b[1;{rows - 1}r\x1b8")  # a free row below, then text stays above it
         try:
             yield self
@@ -99,12 +106,29 @@ class StatusLine:
                 self._out(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
                 self._rows = 0
 
+    def written(self, text: str) -> None:
+        """Text has been written; escape sequences are none of it."""
+        for character in text:
+            if character in "\n\r":
+                self._column = 0
+                continue
+            width = _width(character)
+            wraps = self._column + width > self._columns
+            self._column = width if wraps else self._column + width
+
     def show(self, text: str) -> None:
-        if self._rows:
-            width = shutil.get_terminal_size().columns - 1
-            self._out(f"\x1b7\x1b[{self._rows};1H\x1b[2K\x1b[2m{text[:width]}\x1b[22m\x1b8")
+        if self._rows and self._column < self._columns:
+            shown = text[: self._columns - 1]
+            self._out(f"\x1b7\x1b[{self._rows};1H\x1b[2K\x1b[2m{shown}\x1b[22m\x1b8")
 
     @staticmethod
     def _out(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def _width(character: str) -> int:
+    """Columns that a character takes; tabs are taken for one."""
+    if unicodedata.combining(character) or unicodedata.category(character) in ("Cf", "Me", "Mn"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

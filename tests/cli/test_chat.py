@@ -12,6 +12,7 @@ import time
 import pytest
 
 from k3mlx.checkpoint.safetensors import read_header
+from k3mlx.cli.terminal import StatusLine
 
 pty = pytest.importorskip("pty", reason="Windows has no pseudo-terminals")
 
@@ -279,3 +280,23 @@ def test_lines_from_a_pipe(wide_model):
     assert "\x1b" not in result.stdout
     assert "> " not in result.stdout
     assert "wrote 3" in result.stdout
+
+
+def test_the_live_line_leaves_a_cursor_behind_the_last_column_alone(monkeypatch, capsys):
+    line = StatusLine()
+    monkeypatch.setattr(line, "_rows", 30)
+    monkeypatch.setattr(line, "_columns", 10)
+
+    def shows_after(text):
+        capsys.readouterr()
+        line.written(text)
+        line.show("status")
+        return "status" in capsys.readouterr().out
+
+    assert shows_after("123456789")
+    assert not shows_after("0")  # the tenth of ten columns is filled, the next character wraps
+    assert shows_after("x")
+    assert shows_after("\n" + "語" * 4)
+    assert not shows_after("語")
+    assert shows_after("語e\u0301")
+    assert not shows_after("\n語語語語9語語語語語")  # a wide one does not fit into one column
