@@ -26,7 +26,7 @@ FLAGS = [
     *("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 ]
-ISA_FLAGS = {
+ISA_FLAGS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "AVX2": ["-mavx2", "-mfma", "-mf16c"],
         "AVX512": [
