@@ -51,8 +51,7 @@ class Grammars:
         body = f"json {close}"
         if tools:
             body = f"({body} | {close} calls)"
-        options = {"x-guidance": {"whitespace_pattern": _SPACE}}
-        rules = [f"json: %json {json.dumps({**schema, **options})}"]
+        rules = [f"json: {_json(schema)}"]
         return self._compile(start, body, [*rules, *self._calls(tools)], "the schema")
 
     def calls(self, start: str, tools: Sequence[Mapping[str, Any]]) -> Callable[[], Matcher]:
@@ -98,29 +97,33 @@ class Grammars:
             return f"({any_argument})*", []
         required = schema.get("required")
         required = required if isinstance(required, list) else []
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         parts, rules = [], []
         for n, (key, described) in enumerate(properties.items()):
-            kinds, value = _kinds(described), f"{call}value{n}"
-            head = _text(f"argument key={_quoted(key)}")
+            described = described if isinstance(described, Mapping) else {}
+            value, head = f"{call}value{n}", _text(f"argument key={_quoted(key)}")
             forms = []
-            for kind in kinds:
-                if kind == "string" and not (isinstance(described, Mapping) and "enum" in described):
-                    forms.append(self._argument(head, kind, "VALUE"))
+            for kind in _kinds(described):
+                limited = {**shared, **described, "type": _json_type(kind, described)}
+                if not self._satisfiable(limited):
                     continue
-                if kind == "string":
-                    choices = [choice for choice in described["enum"] if isinstance(choice, str)]
-                    rules.append(f"{value}{kind}: {' | '.join(map(_text, choices))}")
-                else:
-                    limited = {
-                        **(described if isinstance(described, Mapping) else {}),
-                        "type": _json_type(kind, described),
-                    }
-                    limited["x-guidance"] = {"whitespace_pattern": _SPACE}
-                    rules.append(f"{value}{kind}: %json {json.dumps(limited)}")
-                forms.append(self._argument(head, kind, f"{value}{kind}"))
+                form = "VALUE"
+                if kind != "string":
+                    form = f"{value}{kind}"
+                    rules.append(f"{form}: {_json(limited)}")
+                elif (choices := _choices(described)) is not None:
+                    form = f"{value}{kind}"
+                    rules.append(f"{form}: {' | '.join(map(_text, choices))}")
+                forms.append(self._argument(head, kind, form))
+            if not forms:
+                raise UsageError(f"the tools cannot be enforced: no value fits the schema of {key!r}")
             rules.append(f"{value}: {' | '.join(forms)}")
             parts.append(value if key in required else f"({value})?")
         return " ".join(parts), rules
+
+    def _satisfiable(self, schema: Mapping[str, Any]) -> bool:
+        problem = self._matcher.validate_grammar(f"start: {_json(schema)}", self._vocabulary)
+        return "nsatisfiable" not in problem
 
     def _argument(self, head: str, kind: str, value: str) -> str:
         opening = self._tag(markers.OPEN, f"{head} {_text(' type=' + _quoted(kind))}")
@@ -174,6 +177,11 @@ class _Vocabulary:
         return self._tokenizer.encode(decoded)
 
 
+def _json(schema: Mapping[str, Any]) -> str:
+    """JSON of a schema, as the grammar names it."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _SPACE}})}"
+
+
 def _text(text: str) -> str:
     """A literal of the grammar."""
     return json.dumps(text, ensure_ascii=False)
@@ -185,9 +193,9 @@ def _quoted(value: str) -> str:
     return f'"{escaped}"'
 
 
-def _kinds(described: Any) -> list[str]:
-    """The types that an argument's element may name, for a property's schema."""
-    kinds = described.get("type") if isinstance(described, Mapping) else None
+def _kinds(described: Mapping[str, Any]) -> list[str]:
+    """The types that an argument's element may name, for a property's schema; all if it names none."""
+    kinds = described.get("type")
     if isinstance(kinds, str):
         kinds = [kinds]
     known = ("string", "number", "boolean", "null", "object", "array")
@@ -197,6 +205,11 @@ def _kinds(described: Any) -> list[str]:
     return kinds or list(known)
 
 
-def _json_type(kind: str, described: Any) -> str:
-    whole = isinstance(described, Mapping) and described.get("type") == "integer"
-    return "integer" if kind == "number" and whole else kind
+def _json_type(kind: str, described: Mapping[str, Any]) -> str:
+    return "integer" if kind == "number" and described.get("type") == "integer" else kind
+
+
+def _choices(described: Mapping[str, Any]) -> list[str] | None:
+    """The strings that a property's schema lists, None if it lists nothing."""
+    listed = [described["const"]] if "const" in described else described.get("enum")
+    return [choice for choice in listed if isinstance(choice, str)] if isinstance(listed, list) else None

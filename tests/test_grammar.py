@@ -144,6 +144,44 @@ def test_kinds_of_arguments(grammars, argument, allowed):
     assert accepts(grammars, grammars.calls("response", TOOLS), text) is allowed
 
 
+@pytest.mark.parametrize(
+    ("described", "right", "wrong"),
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, ("number", "5"), ("string", "x")),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, ("null", "null"), ("boolean", "true")),
+        ({"$ref": "#/$defs/Pair"}, ("object", '{"q": 1}'), ("object", '{"q": "1"}')),
+        ({"type": "array", "items": {"$ref": "#/$defs/Pair"}}, ("array", '[{"q": 1}]'), ("array", "[1]")),
+        ({"const": 5}, ("number", "5"), ("number", "6")),
+        ({"const": "x"}, ("string", "x"), ("string", "y")),
+        ({"enum": [1, "x", None]}, ("string", "x"), ("string", "1")),
+        ({"enum": [1, "x", None]}, ("number", "1"), ("number", "2")),
+        ({"type": ["integer", "string"]}, ("string", "1"), ("boolean", "true")),
+        ({}, ("boolean", "false"), ("boolean", "x")),
+        (True, ("string", "anything"), ("number", "x")),
+    ],
+)
+def test_schemas_as_programs_write_them(described, right, wrong):
+    grammars = Grammars(bytewise())
+    parameters = {
+        "type": "object",
+        "properties": {"a": described},
+        "required": ["a"],
+        "$defs": {"Pair": {"type": "object", "properties": {"q": {"type": "integer"}}, "required": ["q"]}},
+    }
+    maker = grammars.calls("response", [{"function": {"name": "f", "parameters": parameters}}])
+    for (kind, value), allowed in ((right, True), (wrong, False)):
+        argument = f'(argument key="a" type="{kind}"·{value})argument·'
+        text = f')response·(tools·(call tool="f" index="1"·{argument})call·{TAIL}'
+        assert accepts(grammars, maker, text) is allowed, (kind, value)
+
+
+@pytest.mark.parametrize("described", [{"type": "string", "enum": []}, {"type": "string", "enum": [5]}])
+def test_a_tool_without_a_possible_value_is_refused(described):
+    parameters = {"type": "object", "properties": {"a": described}}
+    with pytest.raises(UsageError, match="no value fits the schema of 'a'"):
+        Grammars(bytewise()).calls("response", [{"function": {"name": "f", "parameters": parameters}}])
+
+
 def test_json_or_calls(grammars):
     maker = grammars.json("response", SCHEMA, TOOLS)
     assert accepts(grammars, maker, '{"n": 1, "s": ""}' + JSON_END)
