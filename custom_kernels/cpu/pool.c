@@ -25,7 +25,8 @@ static pid_t owner; /* a forked child has none of the threads */
 static k3_work job_work;
 static void *job_context;
 static int64_t job_items;
-static int job_busy; /* workers that have not finished the current job */
+static int job_open;   /* whether a worker that wakes up may still join the job */
+static int job_active; /* workers that have joined it and not finished */
 static atomic_long next_item;
 static atomic_uint generation;
 
@@ -82,13 +83,16 @@ static void *worker(void *argument) {
         while (atomic_load(&generation) == seen && !stopping) pthread_cond_wait(&wake, &lock);
         if (stopping) break;
         seen = atomic_load(&generation);
-        k3_work work = job_work;
-        void *context = job_context;
-        int64_t items = job_items;
-        pthread_mutex_unlock(&lock);
-        work_through(work, context, items, thread);
-        pthread_mutex_lock(&lock);
-        if (--job_busy == 0) pthread_cond_signal(&idle);
+        if (job_open) {
+            k3_work work = job_work;
+            void *context = job_context;
+            int64_t items = job_items;
+            job_active++;
+            pthread_mutex_unlock(&lock);
+            work_through(work, context, items, thread);
+            pthread_mutex_lock(&lock);
+            if (--job_active == 0) pthread_cond_signal(&idle);
+        }
         pthread_mutex_unlock(&lock);
     }
     pthread_mutex_unlock(&lock);
@@ -127,13 +131,14 @@ void k3_run(k3_work work, void *context, int64_t items) {
     job_work = work;
     job_context = context;
     job_items = items;
-    job_busy = started;
+    job_open = 1;
     atomic_fetch_add(&generation, 1);
     pthread_cond_broadcast(&wake);
     pthread_mutex_unlock(&lock);
     work_through(work, context, items, 0);
     pthread_mutex_lock(&lock);
-    while (job_busy) pthread_cond_wait(&idle, &lock);
+    job_open = 0; /* nothing is left to hand out: whoever is still asleep is not waited for */
+    while (job_active) pthread_cond_wait(&idle, &lock);
     pthread_mutex_unlock(&lock);
 }
 
