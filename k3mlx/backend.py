@@ -22,7 +22,7 @@ from .experts.native import make_experts
 from .experts.options import StreamOptions
 from .experts.store import ExpertStore
 from .governor import MemoryPlan
-from .needs import default_dtype, mlx_cache_limit
+from .needs import default_dtype, dense_bytes, mlx_cache_limit, size_in
 from .reference.model import Hooks, ReferenceModel
 from .reference.state import State
 from .reference.weights import load_layer
@@ -94,12 +94,18 @@ class NumpyBackend:
         self.config = checkpoint.config
         self.dtype = dtype
         self.store = ExpertStore(checkpoint, expert_cache, streaming)
-        self._reader = DenseReader(checkpoint, self.store.options.io_threads, self.store.files.direct)
         item, sizes = np.dtype(dtype), stored_sizes(checkpoint)
+        kept = set(range(len(sizes)) if resident is None else resident)
+        two = sum(sorted(dense_bytes(checkpoint, size_in(item.itemsize)).layers)[-2:])
+        io = self.store.options.io_threads
+        self._reader = DenseReader(checkpoint, io, self.store.files.direct, limit=two)
         self._ring = LayerRing(
-            lambda layer: lambda: load_layer(self._reader.layer(layer, item), layer, item),
+            lambda layer: (
+                lambda: load_layer(self._reader.layer(layer, item, keep=layer in kept), layer, item)
+            ),
             sizes,
-            range(len(sizes)) if resident is None else resident,
+            kept,
+            self._reader.drop,
         )
         experts, note = make_experts(experts_kernel, self.store, self.config, item, self._router, cpu_threads)
         self.notes = () if note is None else (note,)

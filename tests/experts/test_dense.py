@@ -8,9 +8,10 @@ import pytest
 
 import k3mlx
 from k3mlx.checkpoint.snapshot import Checkpoint
-from k3mlx.dense import DenseReader, LayerRing, read_float32, stored_sizes
+from k3mlx.dense import Buffers, DenseReader, LayerRing, read_float32, stored_sizes
 from k3mlx.errors import K3Error, ModelFilesError
 from k3mlx.experts.files import ExpertFiles
+from k3mlx.experts.slots import NumpySlots
 from k3mlx.governor import MemoryPlan, smallest_memory
 from k3mlx.needs import backend_needs
 from tests.tiny import random_config, write_random_model
@@ -18,6 +19,10 @@ from tests.tiny import random_config, write_random_model
 from .models import deadline, nothing_left_behind
 
 DTYPES = ("F32", "BF16")
+
+
+def fresh(nbytes):
+    return NumpySlots().allocate(nbytes).bytes
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -33,7 +38,9 @@ def test_tensors_are_read_as_the_checkpoint_reads_them(folder, direct):
         files = ExpertFiles(checkpoint.stamps, direct)
         for name, info in checkpoint.tensors.items():
             if info.dtype in DTYPES and not name.endswith(".A_log"):
-                np.testing.assert_array_equal(read_float32(files, info), checkpoint.load(name), err_msg=name)
+                np.testing.assert_array_equal(
+                    read_float32(files, info, fresh), checkpoint.load(name), err_msg=name
+                )
         files.close()
         reader = DenseReader(checkpoint, 3, direct)
         layer = reader.layer(2, np.float32)
@@ -55,7 +62,7 @@ def test_widening_in_place_of_more_than_one_piece(tmp_path):
     write_safetensors(tmp_path / "a", {"x": ("BF16", values[0, :7]), "y": ("BF16", values)})
     header = read_header(tmp_path / "a")
     files = ExpertFiles({tmp_path / "a": header.stamp}, True)
-    got = read_float32(files, header.tensors["y"])
+    got = read_float32(files, header.tensors["y"], fresh)
     np.testing.assert_array_equal(got, np.left_shift(values, 16, dtype=np.uint32).view(np.float32))
     files.close()
 
@@ -129,6 +136,21 @@ def test_an_error_is_raised_where_the_layer_is_used_and_only_then():
     failing.clear()
     assert list(ring) == [0, 1, 2]
     ring.close()
+
+
+def test_memory_of_dropped_layers_is_used_again_within_its_limit():
+    buffers = Buffers(1000 << 12)
+    first = [buffers.take(100 << 12) for _ in range(4)]
+    places = {buffer.ctypes.data for buffer in first}
+    buffers.give(first)
+    again = [buffers.take(100 << 12) for _ in range(4)]
+    assert {buffer.ctypes.data for buffer in again} == places
+    buffers.give(again)
+    large = buffers.take(900 << 12)  # three of the small ones are let go for it
+    assert buffers._total == 1000 << 12
+    assert sum(map(len, buffers._free.values())) == 1
+    buffers.give([large])
+    assert buffers.take(900 << 12) is large
 
 
 def run(folder, backend="numpy", **options):
