@@ -109,7 +109,7 @@ def test_files_are_those_of_a_small_release() -> None:
         assert config.kda_head_dim == 128
         assert {"kda", "mla"} == set(config.layer_kinds)
         assert -(-config.num_hidden_layers // config.attn_res_block_size) >= 3
-        log_decay = checkpoint.load("model.layers.0.self_attn.A_log")
+        log_decay = checkpoint.raw("model.layers.0.self_attn.A_log")
         assert log_decay.shape == (128,)
         assert log_decay[: config.kda_num_heads].all()
         assert not log_decay[config.kda_num_heads :].any()
