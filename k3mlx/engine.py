@@ -147,6 +147,7 @@ class Engine:
         self.backend = backend
         self.prefill_step_size = prefill_step_size
         self.governor = governor
+        self.on_layer: Callable[[int, int], None] | None = None  # told layers done and to do, in a prompt
         self.counters = Counters()
         self.clock = Clock()
         self._checkpoint = checkpoint
@@ -287,12 +288,25 @@ class Session:
         decoding = len(ids) == 1 and bool(self._ids)
         step = self.engine.prefill_step_size
         rows = []
+        layers = self.engine.config.num_hidden_layers
+        total = layers * -(-len(ids) // step)
+        tell = None if decoding else self.engine.on_layer
         try:
             for start in range(0, len(ids), step):
-                rows.append(self._pass(list(ids[start : start + step]), all_logits, should_stop))
+                done = start // step * layers
+
+                def before_layer(layer: int, done: int = done) -> None:
+                    if should_stop is not None and should_stop():
+                        raise Cancelled(f"stopped before layer {layer}")
+                    if tell is not None:
+                        tell(done + layer, total)
+
+                rows.append(self._pass(list(ids[start : start + step]), all_logits, before_layer))
                 if on_pass is not None:
                     on_pass(min(start + step, len(ids)))
         finally:
+            if tell is not None:
+                tell(total, total)
             counters, elapsed = self.engine.counters, perf_counter() - started
             if decoding:
                 counters.decode_seconds += elapsed
@@ -320,14 +334,13 @@ class Session:
     def _commit(self, ids: list[int], state: Any) -> None:
         self._ids, self._state = ids, state
 
-    def _pass(self, ids: list[int], all_logits: bool, should_stop: Callable[[], bool] | None) -> np.ndarray:
-        def before_layer(layer: int) -> None:
-            if should_stop is not None and should_stop():
-                raise Cancelled(f"stopped before layer {layer}")
+    def _pass(self, ids: list[int], all_logits: bool, before_layer: Callable[[int], None]) -> np.ndarray:
+        def begin_layer(layer: int) -> None:
+            before_layer(layer)
             engine.governor.check()
 
         engine = self.engine
-        hooks = Hooks(before_layer=before_layer, clock=engine.clock, fed=self._ids)
+        hooks = Hooks(before_layer=begin_layer, clock=engine.clock, fed=self._ids)
         engine.clock.resume()
         try:
             logits, state = engine.backend.forward(ids, self._state, all_logits, hooks)

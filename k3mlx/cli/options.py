@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from k3mlx.errors import UsageError
 
+from .progress import PromptProgress
+
 if TYPE_CHECKING:
     from k3mlx.engine import Engine
 
@@ -146,6 +148,7 @@ def open_engine(args: argparse.Namespace, session_memory: int = 0) -> Engine:
         prefill_step_size=args.prefill_step_size,
         session_memory=session_memory,
     )
+    engine.on_layer = PromptProgress()
     try:
         _say_what_runs(engine, args.verbose)
     except BaseException:
