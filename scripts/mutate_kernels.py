@@ -167,6 +167,7 @@ def cases(stem: str) -> list[Case]:
         route_case(experts=896, k=16, tokens=2, threads=256),
         route_case(experts=129, k=5, tokens=2, threads=128, kind="wide"),
         route_case(experts=100, k=40, tokens=2, threads=128),
+        route_case(experts=300, k=16, tokens=1, threads=128, kind="equal"),
         route_case(experts=300, k=5, tokens=2, threads=1024, kind="nan"),
     ]
 

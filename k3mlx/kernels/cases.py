@@ -248,8 +248,8 @@ def route_case(
     kind: str = "plain",
     seed: int = 0,
 ) -> Case:
-    """A case of the choice in `route_topk`; kinds: plain, ties (many equal scores), nan, wide (saturated scores,
-    infinite biases)."""
+    """A case of the choice in `route_topk`; kinds: plain, ties (many equal scores), equal (all of them), nan, wide
+    (saturated scores, infinite biases)."""
     rng = np.random.default_rng([seed, experts, k, tokens])
     logits = rng.standard_normal((tokens, experts)).astype(np.float32)
     bias = (0.3 * rng.standard_normal(experts)).astype(np.float32)
@@ -260,6 +260,9 @@ def route_case(
         bias[[0, -1]] = -np.inf, np.inf
     elif kind == "nan":
         logits[::2, 1::7] = np.nan
+        logits[::2, 1::14] = np.copysign(np.float32(np.nan), np.float32(-1))  # the sign must not matter
+    elif kind == "equal":
+        logits[:], bias[:] = 0.5, 0.25
     scaling = 2.5
 
     def judge(outputs: Sequence[Floats]) -> list[Check]:
@@ -293,7 +296,7 @@ def _check_ids(ids: Floats, expected: NDArray[np.intp], biased: Floats, kind: st
     legal = ids.shape == expected.shape and bool(((ids >= 0) & (ids < biased.shape[1])).all())
     if not legal or any(len(set(row)) != len(row) for row in ids.tolist()):
         return Check("ids", "score gap", float("nan"), 0.0, "ids out of range or repeated")
-    if kind in ("ties", "nan"):  # every place is determined
+    if kind in ("ties", "equal", "nan"):  # every place is determined
         return exact("ids", ids, expected)
     best, chosen = (np.take_along_axis(biased, n.astype(np.intp), -1) for n in (expected, ids))
     gap = np.where(best == chosen, 0.0, best - np.where(best == chosen, 0.0, chosen))

@@ -94,6 +94,7 @@ def route_topk_cases() -> Iterator[Case]:
     yield route_case(experts=20, k=20, tokens=3, kind="nan")
     yield route_case(experts=129, k=5, tokens=2, kind="wide")
     yield route_case(experts=100, k=40, tokens=2)
+    yield route_case(experts=300, kind="equal")
 
 
 CASES = {
