@@ -1,6 +1,6 @@
 """Changes kernel texts one place at a time and counts how many changes judges a and b notice.
 
-    python scripts/mutate_kernels.py [kernel ...] [--most 300] [--jobs 2] [--json FILE]
+    python scripts/mutate_kernels.py [kernel ...] [--most 250] [--jobs 2] [--json FILE]
 
 A mutant is the text with one operator, constant, name, condition, barrier or statement changed. It counts if
 g++ compiles it; it is caught if the emulator finds a fault, a result leaves its tolerance, or the front end
@@ -200,7 +200,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kernels", nargs="*", metavar="kernel", help=", ".join(KERNELS))
     parser.add_argument(
-        "--most", type=int, default=300, help="mutants of a kernel at most, drawn with a fixed seed"
+        "--most", type=int, default=250, help="mutants of a kernel at most, drawn with a fixed seed"
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--json", type=Path, help="write the counts and the survivors to this file")
