@@ -16,6 +16,7 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+CANCELLED = 'k3mlx_requests_total{result="cancelled"}'
 COLOURS = ["red", "blue", "green", "black", "white", "brown", "yellow", "orange"]
 
 
@@ -88,6 +89,26 @@ def test_eight_clients_at_once(nano):
 def test_stop_and_limit(nano):
     assert nano.chat('Say "one two three"', stop=[" two"]).choices[0].message.content == "one"
     assert nano.chat('Say "one two three"', max_tokens=3).choices[0].finish_reason == "length"
+
+
+def test_a_seed_repeats_and_logprobs_are_those_of_the_answer(nano):
+    options = {"temperature": 1.5, "top_p": 1, "max_tokens": 24, "logprobs": True, "top_logprobs": 2}
+    first, again, other = (nano.chat("Tell me a story.", seed=seed, **options) for seed in (7, 7, 8))
+    assert first.choices[0].message == again.choices[0].message
+    assert first.choices[0].message != other.choices[0].message
+    greedy = nano.chat('Say "one two three"', logprobs=True, top_logprobs=2).choices[0]
+    tokens = greedy.logprobs.content
+    assert b"".join(bytes(token.bytes) for token in tokens).decode() == greedy.message.content
+    assert all(token.logprob == token.top_logprobs[0].logprob <= 0 for token in tokens)
+
+
+def test_closing_the_stream_ends_the_work_and_the_next_request_is_served(nano):
+    before = nano.metric(CANCELLED)
+    stream = nano.chat("Tell me a story.", stream=True, temperature=1.5, seed=1, max_tokens=2000)
+    next(iter(stream))
+    stream.close()
+    assert nano.chat('Say "still here"').choices[0].message.content == "still here"
+    assert nano.metric(CANCELLED) == before + 1
 
 
 @pytest.mark.slow

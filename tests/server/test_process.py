@@ -61,7 +61,7 @@ def test_who_waits_when_the_server_ends_is_told(process):
     server = process()
     served = server.wait_ready()
     first = served.openai.completions.create(
-        model="default", prompt="x", max_tokens=60, temperature=0, stream=True
+        model="default", prompt="x", max_tokens=480, temperature=0, stream=True
     )
     next(iter(first))
     request = {"model": "default", "prompt": "y", "max_tokens": 3, "stream": True}
