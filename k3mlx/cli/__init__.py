@@ -16,7 +16,7 @@ from importlib import import_module
 from k3mlx import __version__
 from k3mlx.errors import K3Error
 
-COMMANDS = ("generate", "chat", "serve")
+COMMANDS = ("generate", "chat", "serve", "selftest")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
