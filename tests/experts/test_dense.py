@@ -111,6 +111,18 @@ def test_a_layer_may_be_looked_at_twice_and_a_pass_may_begin_anew():
     ring.close()
 
 
+def test_a_layer_is_given_back_when_the_next_one_is_asked_for():
+    dropped = []
+    ring = LayerRing(Loads(), [10] * 4, (1,), dropped.append)
+    for layer, expected in ((0, []), (0, []), (1, []), (2, [0]), (3, [0, 2]), (0, [0, 2, 3])):
+        ring[layer]
+        assert dropped == expected
+    ring[3]  # the pass was abandoned: layer 2 had been read for nothing, or its read had not begun
+    assert [layer for layer in dropped if layer != 2] == [0, 3, 0]
+    assert ring.report()["bytes_read"] >= 50
+    ring.close()
+
+
 def test_the_next_layer_is_read_while_this_one_is_used():
     loads = Loads(0.05)
     ring = LayerRing(loads, [10] * 4, ())
