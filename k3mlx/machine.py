@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 WARN, CRITICAL = 1, 2  # levels of pressure; 0 is none
 
+_FOOTPRINT, _LIFETIME_MAX_FOOTPRINT = 9, 30  # places in rusage_info_v4, in 64-bit words
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -149,12 +150,21 @@ def _mac_available() -> Available | None:
     return Available(sum(count or 0 for count in counts) * page, total, "reclaimable pages")
 
 
+def mac_peak_footprint() -> int | None:
+    """The largest physical footprint that this process has had, on macOS."""
+    return _mac_usage(_LIFETIME_MAX_FOOTPRINT)
+
+
 def _mac_footprint() -> int | None:
-    """`ri_phys_footprint` of proc_pid_rusage, the figure that Activity Monitor shows."""
-    fields = (ctypes.c_uint64 * 40)()  # rusage_info_v2: 16 bytes of uuid, then 64-bit counters
-    if ctypes.CDLL(None).proc_pid_rusage(os.getpid(), 2, ctypes.byref(fields)) != 0:
+    return _mac_usage(_FOOTPRINT)
+
+
+def _mac_usage(field: int) -> int | None:
+    """A counter of proc_pid_rusage, which is where Activity Monitor has its figure of memory from."""
+    fields = (ctypes.c_uint64 * 64)()  # rusage_info_v4: 16 bytes of uuid, then 64-bit counters
+    if ctypes.CDLL(None).proc_pid_rusage(os.getpid(), 4, ctypes.byref(fields)) != 0:
         return None
-    return int(fields[2 + 7])
+    return int(fields[field])
 
 
 def _windows_available() -> Available | None:

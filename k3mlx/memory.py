@@ -6,6 +6,7 @@ import re
 import sys
 
 from .errors import UsageError
+from .machine import mac_peak_footprint
 
 _UNITS = {
     "": 1,
@@ -40,13 +41,13 @@ def format_size(count: int) -> str:
 
 
 def peak_memory_bytes() -> int:
-    """The largest resident size of this process so far."""
+    """The largest memory of this process so far: physical footprint on macOS, resident size elsewhere."""
     if sys.platform == "win32":
         return _windows_peak()
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return (mac_peak_footprint() or peak) if sys.platform == "darwin" else peak * 1024
 
 
 def _windows_peak() -> int:
