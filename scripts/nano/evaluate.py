@@ -41,18 +41,25 @@ def is_right(engine: Engine, ids: list[int], start: int) -> bool:
     return logits[start - 1 :].argmax(-1).tolist() == ids[start:]
 
 
-def prose_nats(engine: Engine, ids: list[int]) -> float:
-    """Mean nats per token over rows spread evenly over a text, each row on its own."""
-    rows = min(PROSE_ROWS, (len(ids) - 1) // PROSE_TOKENS)
-    total = 0.0
-    for row in range(rows):
-        start = row * (len(ids) - PROSE_TOKENS - 1) // max(1, rows - 1)
-        part = ids[start : start + PROSE_TOKENS + 1]
-        logits = engine.session().feed(part[:-1], all_logits=True).astype(np.float64)
-        top = logits.max(-1, keepdims=True)
-        log_total = top[:, 0] + np.log(np.exp(logits - top).sum(-1))
-        total += float((log_total - logits[np.arange(len(part) - 1), part[1:]]).sum())
-    return total / (rows * PROSE_TOKENS)
+def prose_nats(engine: Engine, rows: list[list[int]]) -> float:
+    """Mean nats per token over rows of ids, each read on its own."""
+    total, count = 0.0, 0
+    for row in rows:
+        logits = engine.session().feed(row[:-1], all_logits=True).astype(np.float64)
+        logits -= logits.max(-1, keepdims=True)
+        chosen = logits[np.arange(len(row) - 1), row[1:]]
+        total += float((np.log(np.exp(logits).sum(-1)) - chosen).sum())
+        count += len(chosen)
+    return total / count
+
+
+def prose_rows(encoder: Encoder, text: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Rows spread evenly over a text, wherever they fall; and the start of each passage."""
+    ids = encoder.prose(text).tolist()
+    count = min(PROSE_ROWS, (len(ids) - 1) // PROSE_TOKENS)
+    starts = [row * (len(ids) - PROSE_TOKENS - 1) // max(1, count - 1) for row in range(count)]
+    anywhere = [ids[start : start + PROSE_TOKENS + 1] for start in starts]
+    return anywhere, [encoder.tokenizer.encode(passage)[: PROSE_TOKENS + 1] for passage in text.split("\f")]
 
 
 def _measure(job: tuple[Path, str, list[Example]]) -> tuple[str, int, int]:
@@ -97,9 +104,10 @@ def main() -> None:
     began = time.monotonic()
     for label, right, asked in results(args.model, sets, args.processes):
         print(f"| {label} | {right} of {asked} | {100 * right / asked:.1f} % |", flush=True)
-    held_out = encoder.prose((args.prose / "prose_held_out.txt").read_text("utf-8")).tolist()
+    anywhere, from_start = prose_rows(encoder, (args.prose / "prose_held_out.txt").read_text("utf-8"))
     with k3mlx.load(args.model, backend="numpy") as engine:
-        print(f"held-out prose: {prose_nats(engine, held_out):.3f} nats per token")
+        print(f"held-out prose, rows from anywhere: {prose_nats(engine, anywhere):.3f} nats per token")
+        print(f"held-out prose, starts of passages: {prose_nats(engine, from_start):.3f} nats per token")
     print(f"{time.monotonic() - began:.0f} s")
 
 

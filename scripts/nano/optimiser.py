@@ -1,4 +1,4 @@
-"""Muon for the matrices inside layers, AdamW for everything else, both free of host synchronisation.
+"""Muon for the matrices inside layers, Adam for everything else, both free of host synchronisation.
 
 The learning rate is a tensor on the device, so that a captured CUDA graph can follow a schedule.
 """
@@ -25,7 +25,7 @@ def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
 
 
 def is_muon(name: str, parameter: Tensor) -> bool:
-    """Matrices of the layers; vectors, taps, the router, pseudo-queries, embedding and head go to AdamW."""
+    """Matrices of the layers; vectors, taps, the router, pseudo-queries, embedding and head go to Adam."""
     inside = name.startswith("model.layers.") and not name.endswith(
         ("gate.weight", "conv1d.weight", "_res_proj.weight")
     )

@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=640, help="row length later")
     parser.add_argument("--short-share", type=float, default=0.35, help="share of the steps with short rows")
     parser.add_argument(
-        "--muon", type=float, default=6e-3, help="peak rate of Muon; 0 leaves every parameter to AdamW"
+        "--muon", type=float, default=6e-3, help="peak rate of Muon; 0 leaves every parameter to Adam"
     )
     parser.add_argument("--adam", type=float, default=3e-3)
     parser.add_argument("--warm-up", type=int, default=200, help="steps until the rates are at their peak")
