@@ -22,6 +22,7 @@ from .engine import Engine, Session, load
 from .experts.files import ExpertFiles
 from .experts.policies import Key
 from .experts.probe import read_rate
+from .experts.slots import NumpySlots
 from .experts.store import ExpertStore
 from .experts.trace import read_trace
 from .memory import format_size
@@ -66,23 +67,26 @@ def main(argv: Sequence[str] | None = None) -> None:
 def compare_rates(store: ExpertStore, repeats: int = REPEATS) -> dict[str, Any]:
     """The store's rate with an empty cache and no arithmetic, and that of plain reads, turn and turn about.
 
-    `ratio` is the median over repeats of store rate / probe rate measured next to each other.
+    Each reads experts of its own, as what lies under the disk may keep what it has just read. `ratio` is the
+    median over repeats of store rate / probe rate measured next to each other.
     """
     rates: list[tuple[float, float]] = []
+    threads = store.options.io_threads
+    memories = [NumpySlots().allocate(store.layout.slot_bytes).bytes for _ in range(threads)]
     files = ExpertFiles(store.files.stamps, store.files.direct)
     original = store.budget
     try:
         store.resize(max(store.smallest_budget, 2 * store.options.io_threads * store.payload))
         for turn in range(repeats + 1):
-            keys = _sample(store, turn)
-            places = [store.layout.place(*key) for key in keys]
-            probe, _ = read_rate(files, places, store.layout.slot_bytes, store.options.io_threads)
-            empty(store)
-            started = time.perf_counter()
-            for layer in store.layout.layers:
-                for _ in store.fetch(layer, [expert for at, expert in keys if at == layer]):
-                    pass
-            mine = len(keys) * store.payload / (time.perf_counter() - started)
+            mine_keys, probe_keys = _two_samples(store, turn)
+            measured = {}
+            for who in ("store", "probe") if turn % 2 else ("probe", "store"):
+                if who == "store":
+                    measured[who] = _store_rate(store, mine_keys)
+                else:
+                    places = [store.layout.place(*key) for key in probe_keys]
+                    measured[who], _ = read_rate(files, places, store.layout.slot_bytes, threads, memories)
+            mine, probe = measured["store"], measured["probe"]
             if turn:  # the first warms up
                 rates.append((mine, probe))
     finally:
@@ -126,7 +130,7 @@ def compare_decode(engine: Engine, repeats: int = REPEATS) -> dict[str, Any]:
             with _replayed(session, start):
                 empty(store)
                 outside = _steps(engine, session, ids)
-            places = [store.layout.place(*key) for key in _sample(store, turn)]
+            places = [store.layout.place(*key) for key in _two_samples(store, turn)[0]]
             rate, _ = read_rate(files, places, store.layout.slot_bytes, store.options.io_threads)
             store.lookahead.setting = "8"
             store.resize(3 * store.smallest_budget)
@@ -202,11 +206,22 @@ def empty(store: ExpertStore) -> None:
     store.drop_all()
 
 
-def _sample(store: ExpertStore, turn: int) -> list[Key]:
-    """Experts to read, other ones each turn as long as there are any."""
+def _store_rate(store: ExpertStore, keys: list[Key]) -> float:
+    """Bytes a second of fetching experts that are not in memory, layer by layer, with no arithmetic."""
+    empty(store)
+    started = time.perf_counter()
+    for layer in store.layout.layers:
+        for _ in store.fetch(layer, [expert for at, expert in keys if at == layer]):
+            pass
+    return len(keys) * store.payload / (time.perf_counter() - started)
+
+
+def _two_samples(store: ExpertStore, turn: int) -> tuple[list[Key], list[Key]]:
+    """Two sets of experts that have none in common, other ones each turn as long as there are any."""
     keys = [(layer, expert) for layer in store.layout.layers for expert in range(store.layout.experts)]
-    rng = np.random.default_rng(turn)
-    return [keys[n] for n in sorted(rng.permutation(len(keys))[:PROBED].tolist())]
+    order = np.random.default_rng(turn).permutation(len(keys)).tolist()
+    count = min(PROBED, len(keys) // 2)
+    return [keys[n] for n in sorted(order[:count])], [keys[n] for n in sorted(order[count : 2 * count])]
 
 
 @contextmanager

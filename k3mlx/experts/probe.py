@@ -13,6 +13,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from k3mlx.checkpoint.safetensors import FileStamp
 from k3mlx.errors import ModelFilesError
 
@@ -34,17 +37,24 @@ class DirectChoice(NamedTuple):
 
 
 def read_rate(
-    files: ExpertFiles, placements: Sequence[Placement], slot_bytes: int, threads: int
+    files: ExpertFiles,
+    placements: Sequence[Placement],
+    slot_bytes: int,
+    threads: int,
+    memories: Sequence[NDArray[np.uint8]] | None = None,
 ) -> tuple[float, float]:
     """Read experts with parallel threads, each into one slot of its own: (bytes a second, seconds).
 
-    Raises ModelFilesError as the reads do.
+    memories: slots to read into, one a thread, from one measurement to the next. Raises ModelFilesError as the
+    reads do.
     """
     waiting = list(reversed(placements))
     errors: list[Exception] = []
 
-    def work() -> None:
-        memory = NumpySlots().allocate(slot_bytes).bytes
+    if memories is None:
+        memories = [NumpySlots().allocate(slot_bytes).bytes for _ in range(threads)]
+
+    def work(memory: NDArray[np.uint8]) -> None:
         memory[::ALIGN] = 1  # have the pages now, as a cache that has been running does
         barrier.wait()
         while waiting and not errors:
@@ -61,7 +71,7 @@ def read_rate(
 
     total = sum(piece.nbytes for placement in placements for piece in placement.pieces)
     barrier = threading.Barrier(threads + 1)
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+    workers = [threading.Thread(target=work, args=(memories[n],), daemon=True) for n in range(threads)]
     for worker in workers:
         worker.start()
     barrier.wait()

@@ -332,8 +332,6 @@ class ExpertStore:
         return bool(self._free) or self._allocated < self.capacity
 
     def _take_slot(self, urgency: int) -> SlotMemory | None:
-        if self._allocated > self.capacity:
-            self.trim()
         if self._free:
             return self._free.pop()
         if self._allocated < self.capacity:

@@ -25,7 +25,7 @@ def worth_probing(monkeypatch):
 def with_rates(monkeypatch, direct, buffered):
     """Have the probe measure these rates; a rate may be an error."""
 
-    def measured(files, placements, slot_bytes, threads):
+    def measured(files, placements, slot_bytes, threads, memories=None):
         rate = direct if files.direct else buffered
         if isinstance(rate, Exception):
             raise rate
