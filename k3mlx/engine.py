@@ -77,7 +77,7 @@ def load(
     expert_cache: bytes of expert payload kept in memory; `auto` is K3_EXPERT_GB, else what memory has left.
     cache_policy: `lru`, `decayed` or `s3fifo`. io_threads: reads at once (K3_LOAD_THREADS, else 4).
     direct_io: `on` past the page cache, `off` through it, `auto` as K3_DIRECT or a probe of the disk says.
-    pipe: whether reads go on while experts are computed (K3_PIPE, else `on`). lookahead: `auto`, `off` or how
+    pipe: whether reads go on while experts are computed (K3_PIPE, else `on`). lookahead: `off` (default), `auto` or how
     many experts of the next layer are read on a guess. warm_start: whether to read at first what was in memory
     last time. expert_trace: a file to write the routing to. model_dirs: folders with shards that are not in the
     model's own, or with copies of them: reads are spread over their drives.

@@ -92,7 +92,7 @@ def add_streaming_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lookahead",
         metavar="auto|off|N",
-        help="experts of the next layer to read on a guess (default: auto)",
+        help="experts of the next layer to read on a guess (default: off)",
     )
     group.add_argument(
         "--warm-start",

@@ -52,7 +52,7 @@ def stream_options(
     threads = _threads(io_threads, environment)
     direct = _switch(direct_io, "direct_io", DIRECT, environment, "K3_DIRECT") or "auto"
     piped = _switch(pipe, "pipe", ("on", "off"), environment, "K3_PIPE") or "on"
-    ahead = "auto" if lookahead is None else str(lookahead)
+    ahead = "off" if lookahead is None else str(lookahead)
     if ahead not in ("auto", "off") and not ahead.isdecimal():
         raise UsageError(f"lookahead is {lookahead!r}, expected auto, off or a number of experts")
     if policy is not None and policy not in POLICIES:

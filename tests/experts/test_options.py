@@ -17,7 +17,7 @@ from .models import write_streaming_model
 def test_defaults():
     options = stream_options(environment={})
     assert (options.io_threads, options.direct_io, options.pipe) == (4, "auto", True)
-    assert (options.lookahead, options.policy, options.warm_start) == ("auto", "lru", "auto")
+    assert (options.lookahead, options.policy, options.warm_start) == ("off", "lru", "auto")
 
 
 def test_the_environment_counts_where_no_option_is_given():
