@@ -148,6 +148,7 @@ class Engine:
         self.prefill_step_size = prefill_step_size
         self.governor = governor
         self.on_layer: Callable[[int, int], None] | None = None  # told layers done and to do, in a prompt
+        self.closed = False
         self.counters = Counters()
         self.clock = Clock()
         self._checkpoint = checkpoint
@@ -217,6 +218,7 @@ class Engine:
 
     def close(self) -> None:
         """Release files and memory. Sessions of this engine cannot be fed any more."""
+        self.closed = True
         self.backend.close()
         self._checkpoint.close()
 
@@ -325,11 +327,20 @@ class Session:
         self._commit(list(snapshot.ids), snapshot.state)
 
     def save(self, path: str | Path) -> None:
-        """Write ids, state and notes to one safetensors file, complete or not at all."""
+        """Write ids, state and notes to one safetensors file, complete or not at all.
+
+        Raises UsageError for a folder, K3Error when the file cannot be written.
+        """
         arrays = self.engine.backend.export_state(self._state)
         ids = np.array(self._ids, np.int64)
         notes = {f"{_NOTE}{name}": text for name, text in self.notes.items()}
-        write_safetensors(path, {"ids": ids, **arrays}, {"k3mlx.session": self.engine._identity(), **notes})
+        if Path(path).is_dir():
+            raise UsageError(f"{path} is a folder, expected the name of a file")
+        metadata = {"k3mlx.session": self.engine._identity(), **notes}
+        try:
+            write_safetensors(path, {"ids": ids, **arrays}, metadata)
+        except OSError as error:
+            raise K3Error(f"{path}: cannot be written ({error.strerror or error})") from None
 
     def _commit(self, ids: list[int], state: Any) -> None:
         self._ids, self._state = ids, state
@@ -353,9 +364,15 @@ class Session:
 
     def _check(self, ids: Sequence[int]) -> None:
         config = self.engine.config
+        if self.engine.closed:
+            raise UsageError("the engine is closed; feed its sessions before that, or load it again")
+        if not isinstance(ids, (Sequence, np.ndarray)) or isinstance(ids, (str, bytes)):
+            raise UsageError(f"ids are {type(ids).__name__}, expected a sequence of token ids")
         if len(ids) == 0:
             raise UsageError("nothing to feed: expected at least one id")
         for id in ids:
+            if not isinstance(id, (int, np.integer)) or isinstance(id, bool):
+                raise UsageError(f"token id {id!r} is {type(id).__name__}, expected an integer")
             if not 0 <= id < config.vocab_size:
                 raise UsageError(f"token id {id} is out of range, expected 0 to {config.vocab_size - 1}")
         if len(self._ids) + len(ids) > config.max_position_embeddings:

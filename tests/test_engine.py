@@ -128,12 +128,31 @@ def test_cancelled_prompt_keeps_the_steps_that_were_finished(byte_model):
         assert session.ids == IDS[:4]
 
 
-@pytest.mark.parametrize("ids", [[], [-1], [512], [3, 600]])
+@pytest.mark.parametrize("ids", [[], [-1], [512], [3, 600], "abc", None, 7, [1.5], [True], [[1, 2]], ["1"]])
 def test_ids_that_cannot_be_fed(engine, ids):
     session = engine.session()
     with pytest.raises(UsageError, match="expected"):
         session.feed(ids)
     assert session.ids == []
+
+
+def test_numpy_ids_are_ids(engine):
+    np.testing.assert_array_equal(engine.session().feed(np.array(IDS)), engine.session().feed(IDS))
+
+
+def test_a_closed_engine_says_so(byte_model):
+    with k3mlx.load(byte_model) as engine:
+        session = engine.session()
+    with pytest.raises(UsageError, match="engine is closed"):
+        session.feed([1])
+
+
+def test_a_session_that_cannot_be_written(engine, tmp_path):
+    session = engine.session()
+    with pytest.raises(UsageError, match="is a folder"):
+        session.save(tmp_path)
+    with pytest.raises(K3Error, match="cannot be written"):
+        session.save(tmp_path / "absent" / "s")
 
 
 def test_context_limit(engine):

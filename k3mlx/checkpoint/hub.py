@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from k3mlx.errors import ModelFilesError
+from k3mlx.errors import ModelFilesError, UsageError
 
 from .untrusted import reason
 
@@ -24,6 +24,8 @@ def resolve(model: str | Path | None = None) -> Path:
     when it is empty or has no config.json, and for a repository that is not in the cache, with the command
     that downloads it.
     """
+    if model == "":
+        raise UsageError("model is an empty name; expected a folder or a repository, or nothing for k3-nano")
     if model is None:
         return _checked(Path(__file__).parents[1] / "models" / SHIPPED, "reinstall k3mlx")
     path = Path(os.path.expanduser(model))

@@ -8,42 +8,61 @@ fit or device absent, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
 from k3mlx import __version__
 from k3mlx.errors import K3Error
 
+from .options import note
+
 COMMANDS = ("generate", "chat", "serve", "selftest")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    _open_missing_streams()
     args = _parser().parse_args(argv)
     try:
-        code = args.run(args)
+        code = int(args.run(args))
         sys.stdout.flush()
     except K3Error as error:
-        if args.verbose:
-            raise
-        print(f"k3mlx: error: {error}", file=sys.stderr)
-        return error.exit_code
+        return _failed(str(error), error.exit_code, args.verbose)
     except KeyboardInterrupt:
-        print("k3mlx: interrupted", file=sys.stderr)
+        note("k3mlx: interrupted")
         return 130
     except BrokenPipeError:
         _abandon_stdout()
-        print("k3mlx: error: the reader of our output has gone", file=sys.stderr)
-        return 1
+        return _failed("the reader of our output has gone", 1, args.verbose)
+    except OSError as error:
+        _abandon_stdout()
+        where = f"{error.filename}: " if error.filename else ""
+        return _failed(f"{where}{error.strerror or error}", 1, args.verbose)
     except MemoryError:
-        print("k3mlx: error: out of memory: the dense weights and this prompt do not fit", file=sys.stderr)
-        return 4
-    return int(code)
+        return _failed("out of memory: the dense weights and this prompt do not fit", 4, args.verbose)
+    return code
+
+
+def _failed(message: str, code: int, verbose: bool) -> int:
+    """Say what went wrong, with the traceback if asked, and return the exit code."""
+    if verbose:
+        note(traceback.format_exc().rstrip())
+    note(f"k3mlx: error: {message}")
+    return code
+
+
+def _open_missing_streams() -> None:
+    """A process may be started with streams closed; what goes to one of them goes nowhere."""
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 (open as long as the process)
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,4 +82,5 @@ def _parser() -> argparse.ArgumentParser:
 
 def _abandon_stdout() -> None:
     """Point standard output at nothing, so that the interpreter's own flush at exit does not fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError, ValueError):  # not every stream has a descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .interrupt import interruptible
-from .options import add_model_options, add_sampling_options, open_engine
+from .options import add_model_options, add_sampling_options, check_target, open_engine
 from .terminal import LineReader, StatusLine, dim
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from k3mlx.generation import RunOptions, sampling_options
     from k3mlx.kept import KeptSessions, session_memory
 
+    check_target(args.prompt_cache_file, "--prompt-cache-file")
     memory = session_memory(args.session_memory, args.memory)
     with open_engine(args, memory) as engine:
         names = ("temp", "top_p", "top_k", "min_p", "seed")
@@ -204,14 +205,14 @@ class _Chat:
         if not path:
             print(dim("/save needs the name of a file"))
             return
-        self.conversation.save(Path(path).expanduser())
+        self.conversation.save(_file(path))
         print(dim(f"saved to {path}"))
 
     def load(self, path: str) -> None:
         if not path:
             print(dim("/load needs the name of a file"))
             return
-        self.conversation.load(Path(path).expanduser())
+        self.conversation.load(_file(path))
         print(dim(f"{len(self.conversation.messages)} messages from {path}"))
 
     def stats(self, _: str) -> None:
@@ -227,6 +228,16 @@ class _Chat:
             f"experts read: {format_size(report['experts']['bytes_read'])}; kept: {len(kept)} points,"
             f" {format_size(kept.used[0])}; peak memory: {format_size(report['peak_memory_bytes'])}"
         )
+
+
+def _file(path: str) -> Path:
+    """A path that a person typed, `~` expanded."""
+    from k3mlx.errors import UsageError
+
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{path}: nobody's home folder; give the path in full") from None
 
 
 class _Status:

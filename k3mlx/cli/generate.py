@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,14 @@ from .interrupt import interruptible
 from .options import (
     add_model_options,
     add_sampling_options,
+    check_target,
+    faint,
     note,
     open_engine,
     parts_table,
     read_prompt,
     sampling_arguments,
+    write_text,
 )
 
 if TYPE_CHECKING:
@@ -64,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.max_tokens < 1:
         raise UsageError(f"--max-tokens is {args.max_tokens}, expected at least 1")
+    check_target(args.json, "--json")
+    check_target(args.prompt_cache_file, "--prompt-cache-file")
     asked: dict[str, Any] = {"prompt": prompt, "raw": True}
     if not args.raw:
         system = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
@@ -84,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     if completion.finish_reason == "length" and not (completion.text or args.raw):
         note(f"stopped at --max-tokens {args.max_tokens} before the answer began; give it more")
     if args.json:
-        _write_json(args.json, completion)
+        text = json.dumps(completion.as_dict(), ensure_ascii=False) + "\n"
+        write_text(args.json, text, "--json")
     return 130 if completion.finish_reason == "cancelled" else 0
 
 
@@ -110,7 +117,7 @@ class _Printer:
     def __init__(self, quiet: bool, hide_thinking: bool) -> None:
         self.quiet = quiet
         self.hide_thinking = hide_thinking
-        self.dim = ("\x1b[2m", "\x1b[22m") if sys.stderr.isatty() else ("", "")
+        self.dim = faint(sys.stderr)
 
     def show(self, pieces: Iterator[Piece]) -> Completion:
         channel, ends_line = "", True
@@ -129,7 +136,8 @@ class _Printer:
     def _write(self, channel: str, text: str) -> None:
         if channel == "think":
             before, after = self.dim
-            print(f"{before}{text}{after}", end="", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # as a note: what stderr cannot take is no failure
+                print(f"{before}{text}{after}", end="", file=sys.stderr, flush=True)
         else:
             print(text, end="", flush=True)
 
@@ -157,16 +165,3 @@ def report_line(completion: Completion) -> str:
 
 def _rate(tokens: int, seconds: float) -> str:
     return f" ({tokens / seconds:.3g}/s)" if tokens and seconds > 0 else ""
-
-
-def _write_json(target: str, completion: Completion) -> None:
-    from k3mlx.errors import UsageError
-
-    text = json.dumps(completion.as_dict(), ensure_ascii=False) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--json {target}: cannot be written ({error.strerror})") from None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
-from k3mlx.errors import UsageError
+from k3mlx.errors import K3Error, UsageError
 
 from .progress import PromptProgress
 
@@ -64,7 +67,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_streaming_options(parser: argparse.ArgumentParser) -> None:
     """Where the memory goes and how experts are read. None of these changes a result."""
-    group = parser.add_argument_group("memory and experts (none of these changes a result)")
+    group = parser.add_argument_group(
+        "memory and experts (none of these changes a result, but --memory chooses --prefill-step-size auto)"
+    )
     group.add_argument(
         "--memory",
         default="auto",
@@ -186,8 +191,10 @@ def read_prompt(prompt: str | None) -> str:
     """
     if prompt is None and sys.stdin.isatty():
         raise UsageError("no prompt: give --prompt TEXT, or pipe text in")
-    if prompt not in (None, "-"):
-        return prompt or ""
+    if prompt is not None and prompt != "-":
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise UsageError("--prompt is not valid UTF-8; give it in UTF-8, or pipe the text in")
+        return prompt
     data = sys.stdin.buffer.read()
     try:
         return data.decode("utf-8")
@@ -209,5 +216,32 @@ def parts_table(parts: list[dict[str, Any]]) -> str:
 
 
 def note(text: str) -> None:
-    """A line for the person at the terminal; never part of a command's output."""
-    print(text, file=sys.stderr, flush=True)
+    """A line for the person at the terminal; never part of a command's output, and never its failure."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def faint(stream: TextIO) -> tuple[str, str]:
+    """What begins and ends faint text on a stream: nothing where that cannot be shown or is not wanted."""
+    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    return ("", "") if plain or not stream.isatty() else ("\x1b[2m", "\x1b[22m")
+
+
+def check_target(path: str | None, option: str) -> None:
+    """Raise UsageError now for a file that could not be written when the work is done. `-` is stdout."""
+    if path is None or path == "-":
+        return
+    target = Path(path)
+    if target.is_dir() or not target.parent.is_dir():
+        raise UsageError(f"{option} {path}: cannot be written; expected a file in a folder that exists")
+
+
+def write_text(path: str, text: str, option: str) -> None:
+    """Write a file that an option names, or stdout for `-`. Raises K3Error."""
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise K3Error(f"{option} {path}: cannot be written ({error.strerror})") from None

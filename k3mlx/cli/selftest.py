@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from .options import check_target, write_text
 
 if TYPE_CHECKING:
     from k3mlx.selftest import Report
@@ -28,13 +29,12 @@ def run(args: argparse.Namespace) -> int:
 
     if args.deadline <= 0:
         raise UsageError(f"--deadline is {args.deadline}, expected more than 0")
+    check_target(args.json, "--json")
     report = selftest(find_device(args.device), args.deadline)
     table = sys.stderr if args.json == "-" else sys.stdout
     print(format_table(report), file=table)
-    if args.json == "-":
-        print(to_json(report))
-    elif args.json:
-        Path(args.json).write_text(json.dumps(json.loads(to_json(report)), indent=1) + "\n", encoding="utf-8")
+    if args.json:
+        write_text(args.json, json.dumps(json.loads(to_json(report)), indent=1) + "\n", "--json")
     return 0 if report.passed else 1
 
 

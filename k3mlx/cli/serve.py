@@ -36,9 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", "-m", type=int, default=32_768, metavar="N",
         help="of an answer whose request names no limit (default: 32768)",
     )  # fmt: skip
-    parser.add_argument("--max-queue", type=int, default=64, metavar="N", help="waiting requests")
-    parser.add_argument("--max-messages", type=int, default=4096, metavar="N", help="in one request")
-    parser.add_argument("--max-body", default="16MB", metavar="SIZE", help="of one request")
+    parser.add_argument(
+        "--max-queue", type=int, default=64, metavar="N", help="waiting requests (default: 64)"
+    )
+    parser.add_argument(
+        "--max-messages", type=int, default=4096, metavar="N", help="in one request (default: 4096)"
+    )
+    parser.add_argument("--max-body", default="16MB", metavar="SIZE", help="of one request (default: 16MB)")
     parser.add_argument(
         "--session-memory", default="auto", metavar="SIZE",
         help="state of earlier conversations, kept so that only what is new is read (default: a part of"
@@ -68,6 +72,9 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1")
     limits = Limits(parse_size(args.max_body, "max_body"), args.max_messages, args.max_queue, args.max_tokens)
+    if args.api_key == "" or limits.body_bytes < 1:
+        what = "--api-key is empty" if args.api_key == "" else f"--max-body is {args.max_body}"
+        raise UsageError(f"{what}; expected something, or leave it out")
     key = args.api_key or os.environ.get("K3_API_KEY") or None
     local = args.host in LOOPBACK
     settings = Settings(

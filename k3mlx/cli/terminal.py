@@ -13,13 +13,16 @@ import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
+from .options import faint
+
 HISTORY_LINES = 1000
 BLOCK = '"""'
 
 
 def dim(text: str) -> str:
     """Text for a remark, where the terminal can show that."""
-    return f"\x1b[2m{text}\x1b[22m" if sys.stdout.isatty() else text
+    before, after = faint(sys.stdout)
+    return f"{before}{text}{after}"
 
 
 class LineReader:

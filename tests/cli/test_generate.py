@@ -12,6 +12,7 @@ import time
 import pytest
 
 from k3mlx.cli import main
+from k3mlx.cli.options import faint
 
 RAW = ["generate", "--raw", "--temp", "0", "--max-tokens", "4"]
 
@@ -125,7 +126,7 @@ def test_a_limit_inside_the_thinking_is_said(run):
         (["-p", "a", "--expert-cache", "lots"], "expert_cache is 'lots'"),
         (["-p", "a", "--prefill-step-size", "0"], "prefill_step_size is 0"),
         (["-p", "a", "--unknown"], "unrecognized"),
-        (["-p", "a\udc80"], "surrogate"),
+        (["-p", "a\udc80"], "--prompt is not valid UTF-8"),
     ],
 )
 def test_bad_usage_exits_2_with_a_message(run, arguments, message):
@@ -136,6 +137,12 @@ def test_bad_usage_exits_2_with_a_message(run, arguments, message):
     assert result.out == ""
 
 
+def test_model_without_a_name(run):
+    result = run(*RAW, "-p", "a", model="")
+    assert result.code == 2
+    assert "model is an empty name" in result.err
+
+
 def test_empty_and_undecodable_stdin(run):
     assert "prompt is empty" in run(*RAW, stdin=b"").err
     result = run(*RAW, stdin=b"ab\xff")
@@ -143,10 +150,36 @@ def test_empty_and_undecodable_stdin(run):
     assert "not UTF-8: byte 0xFF at offset 2" in result.err
 
 
-def test_unwritable_json_file(run, tmp_path):
-    result = run(*RAW, "-p", "a", "--json", str(tmp_path / "absent" / "x.json"))
-    assert result.code == 2
-    assert "cannot be written" in result.err
+@pytest.mark.parametrize("option", ["--json", "--prompt-cache-file"])
+def test_a_file_that_could_not_be_written_is_refused_before_the_work(run, tmp_path, option):
+    for target in (tmp_path / "absent" / "x", tmp_path):
+        result = run(*RAW, "-p", "a", option, str(target))
+        assert result.code == 2
+        assert f"{option} {target}: cannot be written" in result.err
+        assert "layers" not in result.err  # nothing was loaded
+
+
+def test_verbose_adds_the_traceback_and_keeps_the_exit_code(run, tmp_path):
+    result = run(*RAW, "-p", "a", "--verbose", model=tmp_path / "absent")
+    assert result.code == 3
+    assert "Traceback" in result.err
+    assert "k3mlx: error:" in result.err
+
+
+def test_no_colour_where_it_is_not_wanted(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert faint(Terminal()) == ("\x1b[2m", "\x1b[22m")
+    assert faint(io.StringIO()) == ("", "")
+    monkeypatch.setenv("TERM", "dumb")
+    assert faint(Terminal()) == ("", "")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert faint(Terminal()) == ("", "")
 
 
 def cut_shard(folder):
@@ -239,6 +272,34 @@ def test_closed_output_pipe_is_no_traceback(byte_model):
     assert child.returncode == 1
     assert "the reader of our output has gone" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    ("redirection", "code", "answered"),
+    [
+        (">/dev/full", 1, False),
+        (">&-", 0, False),
+        ("2>&-", 0, True),
+        ("2>/dev/full", 0, True),
+        ("--json /dev/full", 1, True),
+        ("--json - >/dev/full", 1, False),
+    ],
+)
+def test_streams_that_are_closed_or_full(byte_model, redirection, code, answered):
+    command = f'"{sys.executable}" -m k3mlx generate --raw -m 3 --temp 0 -p abc --model "{byte_model}" {redirection}'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert b"Traceback" not in done.stderr
+    assert bool(done.stdout) == answered
+
+
+@pytest.mark.skipif(os.name == "nt", reason="closes a descriptor by the shell")
+def test_closed_stdin_is_an_empty_prompt(byte_model):
+    command = f'"{sys.executable}" -m k3mlx generate -p - --model "{byte_model}" <&-'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert b"prompt is empty" in done.stderr
 
 
 def test_help_is_quick_and_light():
