@@ -8,7 +8,7 @@ float32 parameter never promotes the residual stream. Source: model specificatio
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
@@ -37,7 +37,7 @@ class Quantized(NamedTuple):
         return self.mode if self.mode != "affine" else f"{self.bits}-bit affine"
 
 
-Matrix = mx.array | Quantized
+Matrix: TypeAlias = "mx.array | Quantized"
 Weights = dict[str, Any]  # Matrix for a linear map, mx.array for a vector
 
 

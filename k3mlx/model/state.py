@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -83,7 +84,8 @@ def round_up(rows: int) -> int:
 
 
 LayerState = KdaState | LatentCache
-Update = KdaState | mx.array  # what a step gives for a layer: its new state, or new latent rows [T, r+e]
+# what a step gives for a layer: its new state, or new latent rows [T, r+e]
+Update: TypeAlias = "KdaState | mx.array"
 
 
 @dataclass(frozen=True)
