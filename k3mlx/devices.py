@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from .errors import ResourceError, UsageError
@@ -58,7 +59,8 @@ def choose(backend: str = "auto", device: str = "auto", environ: Mapping[str, st
     except ResourceError as error:
         if backend == "mlx" or wanted in ("gpu", "metal"):
             raise ResourceError(f"{why}: {error}" if wanted in ("gpu", "metal") else str(error)) from None
-        return Choice("numpy", "cpu", notes=(f"{error}; numpy on the CPU instead",))
+        reason = f"{error}" if find_spec("mlx") else "mlx is not installed"
+        return Choice("numpy", "cpu", notes=(f"{reason}: numpy on the CPU",))
     if wanted == "cpu":
         return Choice("mlx", "cpu", notes=_version_notes(mx))
     return _on_gpu(mx, backend, wanted, why)
@@ -103,7 +105,7 @@ def import_mlx() -> Any:
         mx: Any = import_module("mlx.core")
     except ImportError as error:
         raise ResourceError(
-            f"mlx cannot be imported ({error}); install it with pip install 'k3mlx[mlx]'"
+            f"mlx cannot be imported ({error}); on Linux: pip install 'mlx[cpu]', or 'mlx[cuda13]' for a GPU"
         ) from None
     if version_of(mx) < MLX_FROM:
         raise ResourceError(

@@ -30,7 +30,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if not AVAILABLE:
-            raise UsageError("holding answers to a form needs llguidance: pip install 'k3mlx[grammar]'")
+            raise UsageError("holding answers to a form needs llguidance: pip install llguidance")
         import llguidance
 
         self._tokenizer = tokenizer

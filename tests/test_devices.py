@@ -65,11 +65,15 @@ def test_without_a_gpu_auto_is_numpy_and_says_so(fake_mlx):
     assert "mlx on the CPU" in choice.notes[0]
 
 
-def test_without_mlx_auto_is_numpy_and_says_so(fake_mlx):
+def test_without_mlx_auto_is_numpy_and_says_so(fake_mlx, monkeypatch):
     fake_mlx(absent=True)
+    monkeypatch.setattr("k3mlx.devices.find_spec", lambda name: object())  # installed, but broken
     choice = choose(environ={})
     assert (choice.backend, choice.device) == ("numpy", "cpu")
     assert "mlx cannot be imported" in choice.notes[0]
+    assert "numpy on the CPU" in choice.notes[0]
+    monkeypatch.setattr("k3mlx.devices.find_spec", lambda name: None)
+    assert choose(environ={}).notes == ("mlx is not installed: numpy on the CPU",)
     for arguments, environ in (
         (("mlx", "auto"), {}),
         (("auto", "gpu"), {}),

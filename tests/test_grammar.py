@@ -200,7 +200,7 @@ def test_a_schema_that_cannot_be_enforced():
 
 def test_without_llguidance(monkeypatch):
     monkeypatch.setattr(grammar, "AVAILABLE", False)
-    with pytest.raises(UsageError, match=r"k3mlx\[grammar\]"):
+    with pytest.raises(UsageError, match=r"pip install llguidance"):
         Grammars(bytewise())
 
 

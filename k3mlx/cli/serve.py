@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ResourceError(f"serve needs {' and '.join(missing)}: pip install 'k3mlx[server]'")
+        raise ResourceError(f"serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     from k3mlx.kept import session_memory
     from k3mlx.memory import parse_size
     from k3mlx.server.app import Settings

@@ -82,7 +82,7 @@ def test_without_the_extra_it_is_refused(random_server, monkeypatch):
     message = [{"role": "user", "content": "x"}]
     response = random_server.post(messages=message, response_format={"type": "json_object"})
     assert response.status_code == 400
-    assert "k3mlx[grammar]" in response.json()["error"]["message"]
+    assert "pip install llguidance" in response.json()["error"]["message"]
     named = {"type": "function", "function": {"name": "one"}}
     assert random_server.post(messages=message, tools=TOOLS, tool_choice=named).status_code == 400
     assert random_server.post(messages=message, tools=TOOLS, tool_choice="required").status_code == 200
