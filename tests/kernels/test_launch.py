@@ -13,6 +13,7 @@ import pytest
 
 from k3mlx.kernels import KERNELS, Kernels, Unsupported, kernel_text, launch
 from k3mlx.kernels.cases import Case, attn_res_case, kda_case, launch_of, rounded, route_case, run_plain
+from k3mlx.kernels.texts import read_text
 
 from .emulated import needs_emulator, run
 from .emulator import Emulator, EmulatorMaker, array
@@ -179,3 +180,12 @@ def test_rounding_of_inputs_is_to_nearest_even(dtype: str) -> None:
         "float16": [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8, -3.0],
     }
     np.testing.assert_array_equal(rounded(x, dtype), np.array(expected[dtype], np.float32))
+
+
+def test_k3_common_is_the_header_of_every_kernel_and_keeps_to_its_prefix() -> None:
+    """A global function named like one of Metal's or MLX's would be ambiguous: ours begin with k3_."""
+    common = read_text("k3_common.metal")
+    helpers = re.findall(r"^inline \w+ (\w+)\(", common, re.MULTILINE)
+    assert len(helpers) == len(re.findall(r"^inline ", common, re.MULTILINE)) >= 3
+    assert [name for name in helpers if not name.startswith("k3_")] == []
+    assert all(kernel_text(stem)[0] == common for stem in KERNELS)
