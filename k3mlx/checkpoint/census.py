@@ -5,7 +5,6 @@ Every problem is found in one pass over the headers and told in one error. Reads
 
 import contextlib
 import gc
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from k3mlx.errors import ModelFilesError
 from . import names
 from .findings import LINES_MAX, Findings
 from .layout import Layout, check_link, find_layout
-from .safetensors import ITEMSIZES, FileStamp, Header, TensorInfo, read_header
+from .safetensors import FileStamp, Header, TensorInfo, read_header
 from .untrusted import FileMissingError, shown
 
 if TYPE_CHECKING:
@@ -183,7 +182,7 @@ class _Count:
             if shard in sizes:
                 name = names.strip_prefix(stored)
                 spec = self.expected.find(name)
-                sizes[shard] += math.prod(spec.shape) * ITEMSIZES[spec.dtypes[0]] if spec else 0
+                sizes[shard] += spec.nbytes if spec else 0
                 needed[shard] |= names.skip_reason(name, self._config.num_hidden_layers) is None
         total = self._layout.total_size
         left = 0 if total is None or self._damaged else total - self._present_bytes
@@ -239,5 +238,5 @@ class _Count:
             where, named = self._layout.shards[shard], " (the index names it here)"
         else:
             where, named = self._layout.index_path or next(iter(self._layout.shards.values())), ""
-        size = math.prod(spec.shape) * ITEMSIZES[spec.dtypes[0]]
-        return f"{where}: tensor '{spec.name}' is missing, {spec.dtypes[0]} {list(spec.shape)}, {size} bytes{named}"
+        kind = f"{spec.dtypes[0]} {list(spec.shape)}"
+        return f"{where}: tensor '{spec.name}' is missing, {kind}, {spec.nbytes} bytes{named}"

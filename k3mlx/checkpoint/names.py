@@ -4,11 +4,14 @@ Names are written without the released prefix `language_model.`; `strip_prefix` 
 names are skipped (vision, multi-token prediction). Does not look at files.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from k3mlx.errors import ModelFilesError
+
+from .safetensors import ITEMSIZES
 
 if TYPE_CHECKING:
     from k3mlx.config import ModelConfig
@@ -33,6 +36,11 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
     short: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored in the released files."""
+        return math.prod(self.shape) * ITEMSIZES[self.dtypes[0]]
 
 
 def strip_prefix(name: str) -> str:

@@ -6,6 +6,7 @@ about names or contents.
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -54,8 +55,9 @@ def encode_header(
     for name, dtype, shape in entries:
         if name in header:
             raise ValueError(f"tensor {name!r} is given twice")
-        start, end = end, end + int(np.prod(shape, dtype=object)) * ITEMSIZES[dtype]
-        header[name] = {"dtype": dtype, "shape": [int(n) for n in shape], "data_offsets": [start, end]}
+        dims = [int(n) for n in shape]
+        start, end = end, end + math.prod(dims) * ITEMSIZES[dtype]
+        header[name] = {"dtype": dtype, "shape": dims, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_MAX:

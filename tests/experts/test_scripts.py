@@ -1,6 +1,5 @@
 """The scripts for measuring: slices that load, traces with the published locality, a table that is right."""
 
-import importlib.util
 import json
 
 import numpy as np
@@ -10,15 +9,8 @@ import k3mlx
 from k3mlx.bench_streaming import compare_decode, compare_rates, measure_prompt
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.experts.trace import TraceWriter
-from tests.paths import DATA, ROOT, needs_data
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from tests.paths import DATA, needs_data
+from tests.scripts_at import script
 
 make_slice, replay = script("make_slice"), script("replay_cache")
 
