@@ -155,14 +155,14 @@ def kda_step(
         *(short_conv(u, w, t) for u, w, t in zip((q, k, v), windows, taps, strict=True)), strict=True
     )
     q, k, v = (a.reshape(tokens, heads, width) for a in activated)
+    q, k, v = (probe(f"{stream}_conv", a) for stream, a in zip("qkv", (q, k, v), strict=True))
+    windows = probe("windows", np.stack(new_windows))
     g = decay_gate(z.reshape(tokens, heads, width), A_log, dt_bias.reshape(heads, width), lower_bound)
-    beta = sigmoid(b)
-    for stage, array in (("q_conv", q), ("k_conv", k), ("v_conv", v), ("g", g), ("beta", beta)):
-        probe(stage, array)
-    q = l2_norm(q, l2_eps) * q.dtype.type(width**-0.5)
-    k = l2_norm(k, l2_eps)
+    g, beta = probe("g", g), probe("beta", sigmoid(b))
+    q = probe("q_unit", l2_norm(q, l2_eps) * q.dtype.type(width**-0.5))
+    k = probe("k_unit", l2_norm(k, l2_eps))
     recurrence = kda_recurrent if tokens < BLOCK else kda_chunk
     o, state = recurrence(q, k, v, g, beta, state)
-    probe("o", o)
+    o, state = probe("o", o), probe("state", state)
     y = rms_norm(o, o_norm, eps) * sigmoid(gate.reshape(tokens, heads, width))
-    return y.reshape(tokens, heads * width), np.stack(new_windows), state
+    return probe("gated", y.reshape(tokens, heads * width)), windows, state

@@ -34,11 +34,15 @@ def route_topk(x: Array, gate: Array, bias: Array, k: int, scaling: float) -> tu
     x [T, D] the full-width normed input; gate [E, D]; bias [E] takes part in the choice only.
     Returns (ids [T, k] by falling biased score, equal scores by rising id; weights [T, k]).
     """
-    scores = sigmoid(x @ gate.T)  # [T, E]
+    return select_topk(x @ gate.T, bias, k, scaling)
+
+
+def select_topk(logits: Array, bias: Array, k: int, scaling: float) -> tuple[NDArray[np.intp], Array]:
+    """The part of `route_topk` after the product with the gate: logits [T, E]."""
+    scores = sigmoid(logits)
     ids = np.argsort(-(scores + bias), axis=-1, kind="stable")[:, :k]
-    chosen = np.take_along_axis(scores, ids, axis=-1)
-    weights = chosen / (chosen.sum(axis=-1, keepdims=True) + x.dtype.type(1e-20)) * x.dtype.type(scaling)
-    return ids, weights
+    chosen, kind = np.take_along_axis(scores, ids, axis=-1), logits.dtype.type
+    return ids, chosen / (chosen.sum(axis=-1, keepdims=True) + kind(1e-20)) * kind(scaling)
 
 
 def mix_experts(
