@@ -13,7 +13,7 @@ the cache, as it would not between two tokens of a model with 69 such layers.
 from __future__ import annotations
 
 import argparse
-import collections
+import itertools
 import os
 import sys
 import time
@@ -25,13 +25,14 @@ from typing import Any
 import cupy
 import numpy as np
 
-from k3mlx.kernels.cases import Case, failures, launch_of
+from k3mlx.kernels.cases import Case, launch_of
 
 from .cuda_text import OPTIONS, code_name, cuda_text
 from .emulator import Emulator, EmulatorMaker, array
 from .emulator.arrays import DTYPES, EmuArray
 from .sizes import CASES, bench_cases, gpu_cases
 from .texts import generated
+from .verdict import judge
 
 POISON = 0xFF
 _modules: dict[str, Any] = {}
@@ -99,28 +100,6 @@ def run(case: Case, code_folder: Path | None = None) -> Sequence[np.ndarray]:
     prepared = prepare(case, code_folder)
     prepared()
     return [EmuArray(cupy.asnumpy(storage), dtype).values() for storage, dtype in prepared.outputs]
-
-
-def judge(code_folder: Path | None, stems: Sequence[str]) -> int:
-    """Runs every case; prints the worst of each output as a share of its tolerance."""
-    wrong = 0
-    worst: dict[tuple[str, str, str, str], float] = collections.defaultdict(float)
-    count = 0
-    for case in (*(case for cases in CASES.values() for case in cases()), *gpu_cases()):
-        if case.stem not in stems:
-            continue
-        checks = case.judge(run(case, code_folder))
-        count += 1
-        for check in checks:
-            key = (case.stem, case.dtype, check.output, check.measure)
-            worst[key] = max(worst[key], check.error)
-        for line in failures(checks):
-            wrong += 1
-            print(f"FAILED {case.stem} {case.label} {case.dtype} {case.threads}: {line}")
-    for (stem, dtype, output, measure), error in sorted(worst.items()):
-        print(f"{stem:13} {dtype:9} {output:12} {measure:18} worst {error:.3g}")
-    print(f"{count} cases, {wrong} failed")
-    return wrong
 
 
 def graph_time(launches: Sequence[Any], replays: int = 30) -> float:
@@ -194,7 +173,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), help="kernels")
     arguments = parser.parse_args()
     start = time.monotonic()
-    wrong = 0 if arguments.no_cases else judge(arguments.code, arguments.only)
+    every = itertools.chain(*(cases() for cases in CASES.values()), gpu_cases())
+    cases = [] if arguments.no_cases else [case for case in every if case.stem in arguments.only]
+    wrong = judge(cases, lambda case: run(case, arguments.code))
     print(f"judged in {time.monotonic() - start:.0f} s")
     if arguments.bench:
         bench(arguments.code, arguments.only)
