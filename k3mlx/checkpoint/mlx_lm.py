@@ -23,17 +23,16 @@ from . import names
 from .census import Census
 from .findings import Findings
 from .layout import check_link, find_layout
-from .quantized import QuantizedInfo, dequantize, rows_of
-from .safetensors import NUMPY_DTYPES, FileStamp, TensorInfo, read_header
-from .snapshot import Buffer, Checkpoint
+from .quantized import QuantizedInfo, rows_of
+from .safetensors import FileStamp, TensorInfo, read_header
+from .snapshot import Checkpoint
+from .stored import Stored, StoredTensors, derived
 from .untrusted import parse_json, read_bounded
 
 STACKED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FUSED = {f"{s}_proj.weight": ("qkv_proj", n) for n, s in enumerate("qkv")} | {
     f"{s}_conv1d.weight": ("qkv_conv.conv", n) for n, s in enumerate("qkv")
 }
-Stored = TensorInfo | QuantizedInfo
-DERIVED = "derived"
 
 
 def is_conversion(folder: Path, elsewhere: Sequence[Path] = ()) -> bool:
@@ -55,11 +54,10 @@ def open_checkpoint(folder: Path, elsewhere: Sequence[Path] = ()) -> Checkpoint:
 class MlxLmCheckpoint(Checkpoint):
     """A converted checkpoint under the released names.
 
-    `quantized` holds the matrices that have codes. In `tensors` these, and `kv_b_proj`, have the dtype DERIVED:
-    they have no bits of their own, `load` computes their values.
+    `quantized` holds the matrices that have codes. In `tensors` these, and `kv_b_proj`, have the dtype DERIVED.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig, census: Census, stored: _StoredTensors) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, census: Census, stored: _Conversion) -> None:
         super().__init__(folder, config, census)
         self.quantized = MappingProxyType(stored.quantized)
         self.affine_experts = stored.affine_experts
@@ -77,35 +75,16 @@ class MlxLmCheckpoint(Checkpoint):
         config = config or _read_config(folder)
         findings = Findings()
         infos, stamps = _read_headers(folder, elsewhere, findings)
-        stored = _StoredTensors(infos, config, findings)
+        stored = _Conversion(infos, config, findings)
         findings.raise_if_any()
         config = replace(config, experts_are_mxfp4=stored.mxfp4)
         census = Census(stored.plain | stored.derived, stamps, stored.mxfp4, ("a conversion by mlx-lm",))
         return cls(folder, config, census, stored)
 
-    def raw(self, name: str, out: Buffer | None = None) -> NDArray:
-        """As `Checkpoint.raw`; a matrix that is not stored as such comes as float32."""
-        if self.tensors[name].dtype == DERIVED:
-            if out is not None:
-                raise ValueError(f"{name} is not stored as a matrix: it cannot be read into a buffer")
-            return self.load(name, np.float32)
-        return super().raw(name, out)
-
     def load(self, name: str, dtype: DTypeLike = np.float32) -> NDArray:
         if name.endswith("kv_b_proj.weight"):
             return self._kv_b(name.removesuffix("kv_b_proj.weight"), dtype)
-        info = self.quantized.get(name)
-        if info is None:
-            return super().load(name, dtype)
-        codes, scales, biases = self.raw_parts(info)
-        if scales.dtype != np.uint8:
-            scales = self.widen(scales, dtype)
-        return dequantize(codes, scales, None if biases is None else self.widen(biases, dtype), info, dtype)
-
-    def raw_parts(self, info: QuantizedInfo) -> tuple[NDArray, NDArray, NDArray | None]:
-        """Codes, scales and biases of a quantised matrix, as stored."""
-        codes, scales = self._stored(info.codes), self._stored(info.scales)
-        return codes, scales, None if info.biases is None else self._stored(info.biases)
+        return super().load(name, dtype)
 
     def expert_tensors(self, layer: int, expert: int) -> dict[str, TensorInfo]:
         """The slices of one expert: "w1.weight_packed" and "w1.weight_scale" for MXFP4, "w1.weight" for plain
@@ -128,11 +107,6 @@ class MlxLmCheckpoint(Checkpoint):
                 parts[f"{name}.biases"] = _squeezed(one.biases)
         return parts
 
-    def _stored(self, info: TensorInfo) -> NDArray:
-        target = np.empty(info.nbytes, np.uint8)
-        self._files.read_into(info.path, info.offset, target)
-        return target.view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)
-
     def _kv_b(self, prefix: str, dtype: DTypeLike) -> NDArray:
         """[H*(n+m), r] from embed_q [H, r, n] and unembed_out [H, m, r]."""
         keys = self.load(f"{prefix}embed_q.weight", dtype).swapaxes(1, 2)
@@ -141,7 +115,7 @@ class MlxLmCheckpoint(Checkpoint):
         return both.reshape(-1, both.shape[-1])
 
 
-class _StoredTensors:
+class _Conversion:
     """Every tensor that the configuration calls for, found under mlx-lm's names."""
 
     def __init__(self, infos: dict[str, TensorInfo], config: ModelConfig, findings: Findings) -> None:
@@ -149,20 +123,15 @@ class _StoredTensors:
         self.derived: dict[str, TensorInfo] = {}
         self.quantized: dict[str, QuantizedInfo] = {}
         self.stacks: dict[tuple[int, str], Stored] = {}
-        self._infos = infos
-        self._left = set(infos)
-        self._findings = findings
+        self._files = StoredTensors(infos, findings)
         for spec in names.dense_specs(config):
             self._dense(spec, config)
             if spec.name not in self.plain:
                 self._derive(spec)
         for layer in filter(config.is_moe, range(config.num_hidden_layers)):
             self._experts(layer, config)
-        for name in sorted(self._left):
-            if names.skip_reason(name, config.num_hidden_layers) is None:
-                findings.add(
-                    f"{infos[name].path}: tensor '{name}' is surplus: the configuration calls for no such tensor"
-                )
+        layers = config.num_hidden_layers
+        self._files.report_surplus(n for n in self._files.left if names.skip_reason(n, layers) is None)
 
     @property
     def mxfp4(self) -> bool:
@@ -187,7 +156,7 @@ class _StoredTensors:
             conv = last.endswith("_conv1d.weight")
             width = config.short_conv_kernel_size
             shape = (3 * rows, width, 1) if conv else (3 * rows, spec.shape[1])
-            found = self._find(f"{prefix}self_attn.{fused}.weight", shape)
+            found = self._files.find(f"{prefix}self_attn.{fused}.weight", shape)
             if isinstance(found, QuantizedInfo):
                 self.quantized[spec.name] = found.rows(number * rows, (number + 1) * rows)
             elif found is not None:
@@ -200,18 +169,10 @@ class _StoredTensors:
     def _derive(self, spec: names.TensorSpec) -> None:
         stem = spec.name.removesuffix("kv_b_proj.weight")
         sources = [spec.name] if stem == spec.name else [f"{stem}embed_q.weight", f"{stem}unembed_out.weight"]
-        infos: list[TensorInfo] = []
-        for source in sources:
-            found = self.quantized.get(source) or self.plain.get(source)
-            if isinstance(found, QuantizedInfo):
-                infos += [part for part in (found.codes, found.scales, found.biases) if part is not None]
-            elif found is not None:
-                infos.append(found)
-        if infos:
-            total = sum(info.nbytes for info in infos)
-            self.derived[spec.name] = infos[0]._replace(
-                name=spec.name, dtype=DERIVED, shape=spec.shape, nbytes=total
-            )
+        found = [self.quantized.get(source) or self.plain.get(source) for source in sources]
+        if any(found):
+            there = [source for source in found if source is not None]
+            self.derived[spec.name] = derived(spec.name, spec.shape, there)
 
     def _experts(self, layer: int, config: ModelConfig) -> None:
         count, inner, latent = (
@@ -221,7 +182,7 @@ class _StoredTensors:
         )
         for name, theirs in STACKED.items():
             shape = (count, latent, inner) if name == "w2" else (count, inner, latent)
-            found = self._find(f"{names.layer_prefix(layer)}mlp.switch_mlp.{theirs}.weight", shape)
+            found = self._files.find(f"{names.layer_prefix(layer)}mlp.switch_mlp.{theirs}.weight", shape)
             if found is not None:
                 self.stacks[layer, name] = found
 
@@ -232,41 +193,11 @@ class _StoredTensors:
         name: str | None = None,
         short: tuple[int, ...] | None = None,
     ) -> None:
-        found = self._find(stored, shape, short)
+        found = self._files.find(stored, shape, short)
         if isinstance(found, QuantizedInfo):
             self.quantized[name or stored] = found
         elif found is not None:
             self.plain[name or stored] = found._replace(name=name or stored)
-
-    def _find(
-        self, stored: str, shape: tuple[int, ...], short: tuple[int, ...] | None = None
-    ) -> Stored | None:
-        """The stored tensor of that name and shape, plain or quantised; None and a finding if it is not so."""
-        stem = stored.removesuffix(".weight")
-        parts = {
-            p: self._infos[n] for p in ("weight", "scales", "biases") if (n := f"{stem}.{p}") in self._infos
-        }
-        self._left -= {f"{stem}.{part}" for part in parts} | {stored}
-        info = self._infos.get(stored)
-        if info is None:
-            self._findings.add(f"tensor '{stored}' is missing, expected {list(shape)}")
-            return None
-        if "scales" not in parts:
-            if info.shape not in (shape, short):
-                self._findings.add(
-                    f"{info.path}: tensor '{stored}' has shape {list(info.shape)}, expected {list(shape)}"
-                )
-            return info
-        try:
-            found = QuantizedInfo.find(parts, shape[-1])
-        except ModelFilesError as error:
-            self._findings.add(str(error))
-            return None
-        if found.shape != shape:
-            self._findings.add(
-                f"{info.path}: tensor '{stored}' has shape {list(found.shape)}, expected {list(shape)}"
-            )
-        return found
 
 
 def _squeezed(info: TensorInfo) -> TensorInfo:

@@ -18,6 +18,7 @@ from . import mxfp4
 from .safetensors import TensorInfo
 
 WORD_BITS = 32
+_DECODED = 1 << 20  # numbers decoded at a time
 _MODES = {
     (4, 32): "mxfp4",
     (8, 32): "mxfp8",
@@ -86,18 +87,30 @@ def dequantize(
 
     Raises ModelFilesError for a layout that only MLX decodes.
     """
+    rows = math.prod(info.shape[:-1])
+    packed = codes.reshape(rows, -1).view(np.uint8)
     if info.mode == "mxfp4":
-        rows = math.prod(info.shape[:-1])
-        packed = codes.reshape(rows, -1).view(np.uint8)
         return mxfp4.decode(packed, scales.reshape(rows, -1), dtype).reshape(info.shape)
     if info.mode != "affine" or info.bits not in (2, 4, 8):
         raise ModelFilesError(
             f"{info.codes.path}: tensor '{info.codes.name}' is {info.bits}-bit {info.mode}, which numpy does not"
             " decode; use --backend mlx"
         )
-    each = WORD_BITS // info.bits
-    shifts = np.arange(each, dtype=np.uint32) * np.uint32(info.bits)
-    values = (codes[..., None] >> shifts) & np.uint32((1 << info.bits) - 1)
-    grouped = values.reshape(*info.shape[:-1], -1, info.group_size).astype(dtype)
     assert biases is not None
-    return (grouped * scales[..., None].astype(dtype) + biases[..., None].astype(dtype)).reshape(info.shape)
+    scales, biases = (part.reshape(rows, -1, 1).astype(dtype, copy=False) for part in (scales, biases))
+    values = np.empty((rows, info.shape[-1]), dtype)
+    groups = values.reshape(rows, -1, info.group_size)
+    step = max(1, _DECODED // info.shape[-1])
+    for start in range(0, rows, step):
+        block = slice(start, start + step)
+        _spread(packed[block], info.bits, values[block])
+        groups[block] *= scales[block]
+        groups[block] += biases[block]
+    return values.reshape(info.shape)
+
+
+def _spread(packed: NDArray[np.uint8], bits: int, out: NDArray) -> None:
+    """Codes of `bits` bits, the first in the lowest ones of a byte, as numbers: [R, n] into [R, n * 8 / bits]."""
+    each = 8 // bits
+    for place in range(each):
+        out[:, place::each] = packed >> bits * place & ((1 << bits) - 1)

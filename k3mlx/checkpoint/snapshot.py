@@ -18,8 +18,9 @@ from k3mlx.errors import ModelFilesError
 from . import mxfp4, names
 from .census import Census, take_census
 from .files import FilePool
-from .quantized import QuantizedInfo
+from .quantized import QuantizedInfo, dequantize
 from .safetensors import NUMPY_DTYPES, FileStamp, TensorInfo
+from .stored import DERIVED
 
 _CHUNK = 1 << 20  # numbers widened at a time
 
@@ -43,7 +44,8 @@ class Checkpoint:
 
     Names come without the prefix `language_model.`. `mxfp4` says how the routed experts are stored, `notes`
     what was left aside (vision tensors, for instance), `stamps` what each file looked like. `quantized` are
-    matrices stored as MLX's codes and `affine_experts` says so of the experts: neither occurs in a release.
+    matrices stored as MLX's codes (in `tensors` they have the dtype DERIVED, no bits of their own, and the bytes of
+    all parts) and `affine_experts` says so of the experts: neither occurs in a release.
     """
 
     quantized: Mapping[str, QuantizedInfo] = MappingProxyType({})
@@ -88,10 +90,18 @@ class Checkpoint:
         """The stored bits of a tensor, in its shape: BF16 as uint16, F16, F32 and U8 as themselves.
 
         With `out`, a writable contiguous buffer of exactly the tensor's bytes, the file is read straight into
-        it and the result is a view of it. Raises KeyError for an unknown name, ModelFilesError when the file
-        has changed or cannot be read.
+        it and the result is a view of it. A matrix that is not stored as such comes as float32. Raises KeyError
+        for an unknown name, ModelFilesError when the file has changed or cannot be read.
         """
         info = self.tensors[name]
+        if info.dtype != DERIVED:
+            return self.read(info, out)
+        if out is not None:
+            raise ValueError(f"{name} is not stored as a matrix: it cannot be read into a buffer")
+        return self.load(name, np.float32)
+
+    def read(self, info: TensorInfo, out: Buffer | None = None) -> NDArray:
+        """`raw` for a tensor of these files, or some rows of it, that the caller has the place of."""
         target = np.empty(info.nbytes, np.uint8) if out is None else _bytes_of(out, info.nbytes)
         self._files.read_into(info.path, info.offset, target)
         return _as_stored(target, info)
@@ -101,6 +111,9 @@ class Checkpoint:
 
         Raises ModelFilesError also when the padding of `A_log` is not zero.
         """
+        quantized = self.quantized.get(name)
+        if quantized is not None:
+            return self._decoded(quantized, dtype)
         info = self.tensors[name]
         if info.dtype == "BF16" and np.dtype(dtype) == np.float32:
             values = self._load_bf16(info)
@@ -115,6 +128,11 @@ class Checkpoint:
                 " or num_heads in config.json is wrong"
             )
         return values[:heads]
+
+    def raw_parts(self, info: QuantizedInfo) -> tuple[NDArray, NDArray, NDArray | None]:
+        """Codes, scales and biases of a quantised matrix, as stored (BF16 as uint16)."""
+        codes, scales = self.read(info.codes), self.read(info.scales)
+        return codes, scales, None if info.biases is None else self.read(info.biases)
 
     def expert_tensors(self, layer: int, expert: int) -> dict[str, TensorInfo]:
         """The tensors of one routed expert by what follows its number: "w1.weight_packed" and so on."""
@@ -154,6 +172,12 @@ class Checkpoint:
             path = self.expert_tensors(layer, expert)["w1.weight_scale"].path
             raise ModelFilesError(f"{path}: layer {layer}, expert {expert}: {error}") from None
         return w1, w2, w3
+
+    def _decoded(self, info: QuantizedInfo, dtype: DTypeLike) -> NDArray:
+        codes, scales, biases = self.raw_parts(info)
+        if scales.dtype != np.uint8:
+            scales = self.widen(scales, dtype)
+        return dequantize(codes, scales, None if biases is None else self.widen(biases, dtype), info, dtype)
 
     @staticmethod
     def widen(stored: NDArray, dtype: DTypeLike = np.float32) -> NDArray:
