@@ -9,11 +9,11 @@ from pathlib import Path
 
 from k3mlx.errors import ModelFilesError, UsageError
 
+from .resume import REPO_ID
 from .untrusted import reason
 
 SHIPPED = "k3-nano"
 
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -31,7 +31,7 @@ def resolve(model: str | Path | None = None) -> Path:
     path = Path(os.path.expanduser(model))
     if os.path.exists(path):
         return _checked(path, "expected config.json, tiktoken.model and safetensors")
-    if isinstance(model, str) and _REPO_ID.fullmatch(model):
+    if isinstance(model, str) and REPO_ID.fullmatch(model):
         return _cached(model)
     raise ModelFilesError(
         f"{model}: model folder not found; expected a folder, or a repository like moonshotai/Kimi-K3"
@@ -59,7 +59,7 @@ def _cached(repo_id: str) -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE  # takes longer to import than `k3mlx --help` may
 
     repo = Path(HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
-    download = f"download it with: hf download {repo_id}"
+    download = f"download it with: k3mlx download {repo_id}"
     snapshots = repo / "snapshots"
     try:
         commit = (repo / "refs" / "main").read_text().strip()

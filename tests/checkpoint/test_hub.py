@@ -94,7 +94,7 @@ def test_repository_that_is_not_cached(cache: Path) -> None:
     text = failure("moonshotai/Kimi-K3")
     assert "neither a folder here nor in the Hugging Face cache" in text
     assert str(cache) in text
-    assert "hf download moonshotai/Kimi-K3" in text
+    assert "k3mlx download moonshotai/Kimi-K3" in text
 
 
 @needs_links
@@ -102,7 +102,7 @@ def test_cached_repository_without_config(cache: Path) -> None:
     snapshot = write_cached(cache)
     (snapshot / "config.json").unlink()
     assert "no config.json" in failure("org/name")
-    assert "hf download org/name" in failure("org/name")
+    assert "k3mlx download org/name" in failure("org/name")
 
 
 @needs_links
