@@ -32,7 +32,7 @@ def available_memory() -> Available | None:
         return _mac_available()
     if sys.platform == "win32":
         return _windows_available()
-    fields = _meminfo(_PROC / "meminfo")
+    fields = meminfo()
     if "MemAvailable" not in fields:
         return None
     found = Available(fields["MemAvailable"], fields["MemTotal"], "MemAvailable")
@@ -66,8 +66,8 @@ def pressure() -> int:
     return WARN if room.free < room.total // 25 else 0
 
 
-def _meminfo(path: Path) -> dict[str, int]:
-    """/proc/meminfo in bytes."""
+def meminfo(path: Path = _PROC / "meminfo") -> dict[str, int]:
+    """/proc/meminfo in bytes; empty where there is none."""
     fields = {}
     try:
         for line in path.read_text().splitlines():

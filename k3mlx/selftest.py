@@ -362,15 +362,25 @@ def gate(device: str, deadline: float = DEADLINE) -> Gate:
     Remembered by kernel texts, versions of mlx and of the system, and the device; a failure to run is not
     remembered. The program's folder in the user's cache holds it; where that cannot be written the test runs again.
     """
-    path = _memory(device)
+    known = remembered(device)
+    report = known or selftest_and_remember(device, deadline)
+    return Gate(report.failed_kernels(), report.threads, known is not None)
+
+
+def remembered(device: str) -> Report | None:
+    """The self-test that `gate` goes by, if it has run with these kernels, this mlx, system and device."""
     try:
-        known = _parsed(json.loads(path.read_text(encoding="utf-8")))
-        return Gate(known.failed_kernels(), known.threads, True)
+        return _parsed(json.loads(_memory(device).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError):
-        report = selftest(device, deadline)
+        return None
+
+
+def selftest_and_remember(device: str, deadline: float = DEADLINE) -> Report:
+    """The self-test now, in place of what was remembered."""
+    report = selftest(device, deadline)
     if report.threads:
-        _remember(path, report)
-    return Gate(report.failed_kernels(), report.threads, False)
+        _remember(_memory(device), report)
+    return report
 
 
 def _remember(path: Path, report: Report) -> None:

@@ -93,7 +93,7 @@ def choose_direct(layout: ExpertLayout, stamps: Mapping[Path, FileStamp], thread
     spread = [layout.place(*key) for key in keys[::step][: 2 * PROBE_EXPERTS]]
     files = ExpertFiles(stamps)
     try:
-        _drop_cached(spread[1::2])
+        drop_cached(spread[1::2])
         buffered, _ = read_rate(files, spread[1::2], layout.slot_bytes, threads)
         files.direct = True
         direct, _ = read_rate(files, spread[::2], layout.slot_bytes, threads)
@@ -104,7 +104,7 @@ def choose_direct(layout: ExpertLayout, stamps: Mapping[Path, FileStamp], thread
     return DirectChoice(direct * DIRECT_BONUS >= buffered, direct, buffered)
 
 
-def _drop_cached(placements: Sequence[Placement]) -> None:
+def drop_cached(placements: Sequence[Placement]) -> None:
     """Ask the system to forget cached bytes of these experts, where it can be asked."""
     if not hasattr(os, "posix_fadvise"):
         return
