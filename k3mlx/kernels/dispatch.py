@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from k3mlx.stages import Probe, no_probe
+
 from . import launch as describe
 from .launch import KERNELS, Array, Launch, Maker, Unsupported
 
@@ -76,13 +78,15 @@ class Kernels:
     def kda_step(
         self, q: Array, k: Array, v: Array, z: Array, b: Array, gate: Array, windows: Array, state: Array,
         taps: Array, A_log: Array, dt_bias: Array, o_norm: Array, lower_bound: float, eps: float, l2_eps: float,
+        probe: Probe = no_probe,
     ) -> tuple[Array, Array, Array]:  # fmt: skip
         """Everything of a KDA layer between its input and output projections, for any number of tokens.
 
         q, k, v, z, gate [B, T, H*D] and b [B, T, H] raw projections, one activation dtype; z before `dt_bias`.
         windows [B, 3, W-1, H*D] of the same dtype, oldest row first; state [B, H, D, D] float32, key channel
         first. taps [3, H*D, W], A_log [H], dt_bias [H*D], o_norm [D] in any float dtype (float32 in K3).
-        Returns (gated output [B, T, H*D], new windows, new state), three new arrays. One launch.
+        Returns (gated output [B, T, H*D], new windows, new state), three new arrays. One launch. `probe` sees the
+        stages within, of a kernel only these three.
         Reference: `k3mlx.reference.kda.kda_step`, with a batch axis in front. Source: model specification §2.3.
         """
         if 0 in q.shape:
@@ -95,9 +99,10 @@ class Kernels:
         if outputs is None:
             from . import plain
 
-            return plain.kda_step(*arguments)
+            return plain.kda_step(*arguments, probe)
         out, new_windows, new_state = outputs
-        return out, new_windows, new_state
+        new_windows, new_state = probe("windows", new_windows), probe("state", new_state)
+        return probe("gated", out), new_windows, new_state
 
     def attn_res_mix(
         self, blocks: Array | None, partial: Array, norm: Array, query: Array, eps: float, out_norm: Array

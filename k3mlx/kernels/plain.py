@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from k3mlx.stages import Probe, no_probe
+
 BLOCK = 16  # rows of a sub-block: with g >= -5 no exponent of a sub-block leaves the range of float32
 
 
@@ -31,7 +33,7 @@ def short_conv(u: mx.array, window: mx.array, taps: mx.array) -> tuple[mx.array,
 def kda_step(
     q: mx.array, k: mx.array, v: mx.array, z: mx.array, b: mx.array, gate: mx.array,
     windows: mx.array, state: mx.array, taps: mx.array, A_log: mx.array, dt_bias: mx.array, o_norm: mx.array,
-    lower_bound: float, eps: float, l2_eps: float,
+    lower_bound: float, eps: float, l2_eps: float, probe: Probe = no_probe,
 ) -> tuple[mx.array, mx.array, mx.array]:  # fmt: skip
     """A KDA layer between its projections; shapes as `Kernels.kda_step`. Source: §2.3."""
     batch, tokens, heads = b.shape
@@ -41,12 +43,13 @@ def kda_step(
     activated, fresh = zip(
         *(short_conv(u, windows[:, n], taps[n]) for n, u in enumerate((q, k, v))), strict=True
     )
-    q, k, v = (a.reshape(split) for a in activated)
-    q = _l2_norm(q, l2_eps) * width**-0.5
-    k = _l2_norm(k, l2_eps)
+    q, k, v = (probe(f"{stream}_conv", a.reshape(split)) for stream, a in zip("qkv", activated, strict=True))
+    windows = probe("windows", mx.stack(list(fresh), axis=1))
+    q = probe("q_unit", _l2_norm(q, l2_eps) * width**-0.5)
+    k = probe("k_unit", _l2_norm(k, l2_eps))
     shifted = z.astype(mx.float32).reshape(split) + dt_bias.astype(mx.float32).reshape(heads, width)
-    g = lower_bound * mx.sigmoid(mx.exp(A_log.astype(mx.float32))[:, None] * shifted)
-    beta = mx.sigmoid(b.astype(mx.float32))
+    g = probe("g", lower_bound * mx.sigmoid(mx.exp(A_log.astype(mx.float32))[:, None] * shifted))
+    beta = probe("beta", mx.sigmoid(b.astype(mx.float32)))
     # heads before tokens: [B, H, T, D] and beta [B, H, T, 1]
     q, k, v, g = (a.transpose(0, 2, 1, 3) for a in (q, k, v, g))
     beta = beta.transpose(0, 2, 1)[..., None]
@@ -54,10 +57,10 @@ def kda_step(
         o, state = _recurrent(q, k, v, g, beta, state)
     else:
         o, state = _blocks(q, k, v, g, beta, state)
-    o = o.transpose(0, 2, 1, 3)
+    o, state = probe("o", o.transpose(0, 2, 1, 3)), probe("state", state)
     o = o * mx.rsqrt(o.square().mean(axis=-1, keepdims=True) + eps) * o_norm.astype(mx.float32)
     y = o * mx.sigmoid(gate.astype(mx.float32).reshape(split))
-    return y.reshape(batch, tokens, heads * width).astype(dtype), mx.stack(list(fresh), axis=1), state
+    return probe("gated", y.reshape(batch, tokens, heads * width).astype(dtype)), windows, state
 
 
 def _recurrent(

@@ -10,27 +10,24 @@ import mlx.core as mx
 
 from k3mlx.config import ModelConfig
 from k3mlx.kernels import Kernels
+from k3mlx.stages import Probe, no_probe
 
-from .ops import Probe, Weights, linear
+from .ops import Weights, linear
 from .state import KdaState
 
 
 def kda(
-    x: mx.array, w: Weights, old: KdaState, config: ModelConfig, kernels: Kernels, probe: Probe | None
+    x: mx.array, w: Weights, old: KdaState, config: ModelConfig, kernels: Kernels, probe: Probe
 ) -> tuple[mx.array, KdaState]:
     """KDA on the normed input x [T, D] -> [T, D] and the layer's new state; the old one is left untouched."""
-    q, k, v = (linear(x, w[f"{stream}_proj"]) for stream in "qkv")
-    z = linear(linear(x, w["f_a_proj"]), w["f_b_proj"])  # no activation between the two factors
-    b = linear(x, w["b_proj"])
-    gate = linear(x, w["g_proj"])
+    q, k, v = (probe(stream, linear(x, w[f"{stream}_proj"])) for stream in "qkv")
+    z = probe("z", linear(linear(x, w["f_a_proj"]), w["f_b_proj"]))  # no activation between the two factors
+    b = probe("b", linear(x, w["b_proj"]))
+    gate = probe("gate", linear(x, w["g_proj"]))
     y, windows, state = kernels.kda_step(
         q[None], k[None], v[None], z[None], b[None], gate[None], old.windows, old.state,
         w["taps"], w["A_log"], w["dt_bias"], w["o_norm"],
         config.gate_lower_bound, config.rms_norm_eps, config.l2_norm_eps,
+        no_probe if probe is no_probe else lambda stage, array: probe(stage, array[0])[None],
     )  # fmt: skip
-    y = y[0]
-    if probe is not None:
-        stages = (("q", q), ("k", k), ("v", v), ("z", z), ("b", b), ("gate", gate), ("gated", y))
-        for stage, array in (*stages, ("windows", windows[0]), ("state", state[0])):
-            probe(stage, array)
-    return linear(y, w["o_proj"]), KdaState(windows, state)
+    return linear(y[0], w["o_proj"]), KdaState(windows, state)

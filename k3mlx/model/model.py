@@ -8,6 +8,7 @@ run on while the routed ones compute. Source: model specification §2; numerics 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -19,16 +20,17 @@ from k3mlx.errors import K3Error
 from k3mlx.experts.compute import NumpyExperts
 from k3mlx.experts.request import Request
 from k3mlx.experts.store import ExpertStore
+from k3mlx.kernels.plain import router_logits
 from k3mlx.reference.model import Hooks
-from k3mlx.reference.ops import no_probe
+from k3mlx.stages import Probe, no_probe, prefixed
 
 from .kda import kda
 from .mla import Span, attend
 from .moe import keeps_apart
-from .ops import Matrix, Probe, Quantized, Weights, gated_on, linear, rms_norm, rows, situ_mlp
+from .ops import Matrix, Quantized, Weights, gated_on, linear, rms_norm, rows, situ_mlp
 from .room import Room
 from .slots import ExpertBytes
-from .state import KdaState, LatentCache, State, Update
+from .state import KdaState, LatentCache, LayerState, State, Update
 from .weights import Loader
 
 HEAD_ELEMENTS = 1 << 26  # numbers of the head widened to float32 at once
@@ -36,11 +38,19 @@ DEADLINE_SECONDS = 120.0  # for an evaluation of any size
 PRODUCTS_PER_SECOND = {"cpu": 1e8, "metal": 1e10, "cuda": 1e10}  # far below what any of them does
 
 
+@dataclass(frozen=True)
+class Residual:
+    """What a layer hands on: frozen block vectors [N, T, D], None for N = 0, and the running sum [T, D] (§2.2)."""
+
+    blocks: mx.array | None
+    partial: mx.array
+
+
 class MlxModel:
     """The text model with its dense weights as MLX arrays of one dtype, its routed experts in a store.
 
     `resident` layers keep their weights in memory (None: all), others are read at each use. Made by the thread
-    that owns MLX.
+    that owns MLX. A step is `embed`, each `layer` and `head`.
     """
 
     def __init__(
@@ -50,7 +60,6 @@ class MlxModel:
         self.dtype = loader.dtype
         self.room = room
         self._store = store
-        self._span: Span | None = None  # the same for every MLA layer of a step
         self._expert_bytes = ExpertBytes()
         self._numpy_experts = NumpyExperts(store, self.config, np.float32)
         self.outer = loader.outer()
@@ -62,45 +71,60 @@ class MlxModel:
         self, ids: Sequence[int], state: State, all_logits: bool, hooks: Hooks
     ) -> tuple[np.ndarray, list[Update]]:
         """Run T tokens after `state`: (logits [V], or [T, V] with all_logits, float32; updates to commit)."""
-        config, room = self.config, self.room
-        probe = None if hooks.probe is no_probe else _host_probe(hooks.probe)
-        partial = rows(
-            self.outer["model.embed_tokens"], mx.array(np.asarray(ids, np.int32)), self.dtype
-        )  # [T, D]
-        blocks: mx.array | None = None  # [N, T, D]
+        residual = self.embed(ids)
+        # the same for every MLA layer of a step
+        span = next((Span(old, len(ids)) for old in state.layers if isinstance(old, LatentCache)), None)
         updates: list[Update] = []
-        self._span = None
-        for layer, weights in enumerate(self.layers):
+        for layer, old in enumerate(state.layers):
             hooks.before_layer(layer)
-            here = _prefixed(probe, f"layers.{layer}.")
-            hooks.clock.enter("attention")
-            h, x = self._mix(blocks, partial, weights.norms, "self_attention_res", "input_layernorm")
-            restart = layer % config.attn_res_block_size == 0
-            if restart:
-                blocks = partial[None] if blocks is None else mx.concatenate([blocks, partial[None]])
-            _show(here, ("attention_mix", h), ("attention_norm", x))
-            a, update = self._attention(x, layer, weights.attention, state, here)
+            residual, update = self.layer(layer, residual, old, hooks, span)
             updates.append(update)
-            partial = a if restart else partial + a
-            h, x = self._mix(blocks, partial, weights.norms, "mlp_res", "post_attention_layernorm")
-            _show(here, ("attention", a), ("mlp_mix", h), ("mlp_norm", x))
-            if config.is_moe(layer):
-                y = self._moe(x, layer, weights.ffn, here, hooks, _arrays(update, partial, x))
-            else:
-                hooks.clock.enter("other")
-                room.enter("dense_mlp")
-                y = self._mlp(x, weights.ffn, _prefixed(here, "mlp."))
-            partial = partial + y
-            _show(here, ("mlp", y), ("partial", partial))
-        hooks.clock.enter("head")
-        logits = self._head(partial, blocks, all_logits, probe)
+        logits = self.head(residual, all_logits, hooks)
         tail = [array for update in updates for array in _arrays(update)]
-        room.evaluate(
-            "the head", [logits, tail], self._deadline(len(ids), config.vocab_size * config.hidden_size)
+        self.room.evaluate(
+            "the head",
+            [logits, tail],
+            self._deadline(len(ids), self.config.vocab_size * self.config.hidden_size),
         )
         hooks.clock.enter("other")
         host = np.array(logits)
         return (host if all_logits else host[0]), updates
+
+    def embed(self, ids: Sequence[int]) -> Residual:
+        """The stream before layer 0."""
+        table = self.outer["model.embed_tokens"]
+        return Residual(None, rows(table, mx.array(np.asarray(ids, np.int32)), self.dtype))
+
+    def layer(
+        self, layer: int, residual: Residual, old: LayerState, hooks: Hooks, span: Span | None
+    ) -> tuple[Residual, Update]:
+        """One layer for T tokens: the stream behind it and the update of the layer's state (§2.1).
+
+        span: what the tokens of this step attend to; for KDA layers it may be None.
+        """
+        probe, norms = prefixed(_probe(hooks), f"layers.{layer}."), self.layers[layer].norms
+        blocks, partial = residual.blocks, residual.partial
+        hooks.clock.enter("attention")
+        h, x = self._mix(blocks, partial, norms, "self_attention_res", "input_layernorm")
+        restart = layer % self.config.attn_res_block_size == 0
+        if restart:
+            blocks = partial[None] if blocks is None else mx.concatenate([blocks, partial[None]])
+        probe("attention_mix", h)
+        x = probe("attention_norm", x)
+        a, update = self._attention(x, layer, old, span, probe)
+        a = probe("attention", a)
+        partial = a if restart else partial + a
+        h, x = self._mix(blocks, partial, norms, "mlp_res", "post_attention_layernorm")
+        probe("mlp_mix", h)
+        x = probe("mlp_norm", x)
+        ffn = self.layers[layer].ffn
+        if self.config.is_moe(layer):
+            y = self._moe(x, layer, ffn, prefixed(probe, "moe."), hooks, _arrays(update, partial, x))
+        else:
+            hooks.clock.enter("other")
+            self.room.enter("dense_mlp")
+            y = self._mlp(x, ffn, prefixed(probe, "mlp."))
+        return Residual(blocks, probe("partial", partial + probe("mlp", y))), update
 
     def formats(self) -> dict[str, str]:
         """How the matrices of each part are kept, in the order of the report (the experts' place is empty)."""
@@ -125,28 +149,28 @@ class MlxModel:
         return {part: ", ".join(dict.fromkeys(map(_format, weights))) for part, weights in found.items()}
 
     def _attention(
-        self, x: mx.array, layer: int, w: Weights, state: State, probe: Probe | None
+        self, x: mx.array, layer: int, old: LayerState, span: Span | None, probe: Probe
     ) -> tuple[mx.array, Update]:
-        old = state.layers[layer]
+        w = self.layers[layer].attention
         if isinstance(old, KdaState):
             self.room.enter("kda")
-            return kda(x, w, old, self.config, self.room.kernels, _prefixed(probe, "kda."))
+            return kda(x, w, old, self.config, self.room.kernels, prefixed(probe, "kda."))
         self.room.enter("mla")
-        return self._mla(x, w, old, _prefixed(probe, "mla."))
+        assert span is not None, "an MLA layer needs a span"
+        return self._mla(x, w, old, span, prefixed(probe, "mla."))
 
     def _mla(
-        self, x: mx.array, w: Weights, old: LatentCache, probe: Probe | None
+        self, x: mx.array, w: Weights, old: LatentCache, span: Span, probe: Probe
     ) -> tuple[mx.array, mx.array]:
         """MLA on the normed input x [T, D] -> [T, D] and the rows [T, r+e] to be cached (§2.5)."""
         config = self.config
         heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
         q_latent = rms_norm(linear(x, w["q_a_proj"]), w["q_a_layernorm"], config.mla_norm_eps)
-        q = linear(q_latent, w["q_b_proj"]).reshape(x.shape[0], heads, config.qk_head_dim)
+        q = linear(probe("q_latent", q_latent), w["q_b_proj"])
+        q = probe("q", q.reshape(x.shape[0], heads, config.qk_head_dim))
         kv = linear(x, w["kv_a_proj_with_mqa"])  # [T, r+e]
         latent = rms_norm(kv[:, :rank], w["kv_a_layernorm"], config.mla_norm_eps)
-        new = mx.concatenate([latent, kv[:, rank:]], axis=1)
-        if self._span is None:
-            self._span = Span(old, x.shape[0])
+        new = probe("cache", mx.concatenate([latent, kv[:, rank:]], axis=1))
         o = attend(
             q[..., :nope],
             q[..., nope:],
@@ -155,10 +179,10 @@ class MlxModel:
             w["U"],
             w["O"],
             config.qk_head_dim**-0.5,
-            self._span,
+            span,
         )
-        y = gated_on(self.room.kind)(o.reshape(x.shape[0], -1), linear(x, w["g_proj"]))
-        _show(probe, ("q_latent", q_latent), ("q", q), ("cache", new), ("heads", o), ("gated", y))
+        o, gate = probe("heads", o), probe("gate", linear(x, w["g_proj"]))
+        y = probe("gated", gated_on(self.room.kind)(o.reshape(x.shape[0], -1), gate))
         return linear(y, w["o_proj"]), new
 
     def _mix(
@@ -175,7 +199,7 @@ class MlxModel:
             norms[norm],
         )
 
-    def _mlp(self, x: mx.array, w: Weights, probe: Probe | None, prefix: str = "") -> mx.array:
+    def _mlp(self, x: mx.array, w: Weights, probe: Probe, prefix: str = "") -> mx.array:
         return situ_mlp(
             x,
             w[f"{prefix}gate_proj"],
@@ -188,7 +212,7 @@ class MlxModel:
         )
 
     def _moe(
-        self, x: mx.array, layer: int, w: Weights, probe: Probe | None, hooks: Hooks, pending: list[mx.array]
+        self, x: mx.array, layer: int, w: Weights, probe: Probe, hooks: Hooks, pending: list[mx.array]
     ) -> mx.array:
         """Latent mixture of experts on the normed input x [T, D] -> [T, D] (§2.6.2).
 
@@ -196,8 +220,9 @@ class MlxModel:
         """
         config, room = self.config, self.room
         room.enter("router")
-        ids, scores, flags = self._route(x, w)
-        latent = linear(x, w["routed_expert_down_proj"])
+        ids, scores, flags = self._route(x, w, probe)
+        ids, scores = probe("ids", ids), probe("weights", scores)
+        latent = probe("latent", linear(x, w["routed_expert_down_proj"]))
         wide = latent.astype(mx.float32)
         weights_read = sum(array.size for array in (*w.values(), *self.layers[layer].attention.values()))
         seconds = self._deadline(x.shape[0], weights_read)
@@ -205,7 +230,7 @@ class MlxModel:
         room.evaluate(
             f"layer {layer}: attention and router", [ids, scores, flags, wide, pending, guess], seconds
         )
-        if np.array(flags).any() and probe is None:
+        if np.array(flags).any() and not hooks.watched:
             raise K3Error(f"layer {layer}: a router score is NaN: the weights are damaged")
         chosen, weights = np.array(ids), np.array(scores)
         apart = keeps_apart(chosen, config.routed_expert_hidden_size)
@@ -215,16 +240,15 @@ class MlxModel:
             for likely in guess:
                 self._store.guess(layer + 1, np.array(likely)[0].tolist())
             room.enter("shared_experts")
-            shared = self._mlp(x, w, _prefixed(probe, "moe.shared."), "shared_experts.")
+            shared = self._mlp(x, w, prefixed(probe, "shared."), "shared_experts.")
             mx.async_eval(shared)
             hooks.clock.enter("experts")
             mixed = self._routed(wide, layer, chosen, weights, request)
         hooks.clock.enter("other")
+        mixed = probe("mixed", mixed)
         routed = rms_norm(mixed.astype(x.dtype), w["routed_expert_norm"], config.rms_norm_eps)
-        up = linear(routed, w["routed_expert_up_proj"])
-        stages = (("latent", latent), ("mixed", mixed), ("norm", routed), ("up", up), ("shared", shared))
-        _show(_prefixed(probe, "moe."), ("ids", ids), ("weights", scores), *stages)
-        return up + shared
+        up = linear(probe("norm", routed), w["routed_expert_up_proj"])
+        return probe("up", up) + probe("shared", shared)
 
     def _guess(self, layer: int, x: mx.array) -> list[mx.array]:
         """Likely experts [T, k] of the next layer, by its router on this layer's input; [] if not wanted."""
@@ -234,16 +258,17 @@ class MlxModel:
         weights = self.layers.resident(following)
         if weights is None or not self._store.lookahead.wanted(layer, x.shape[0]):
             return []
-        return [self._route(x, weights.ffn)[0]]
+        return [self._route(x, weights.ffn, no_probe)[0]]
 
-    def _route(self, x: mx.array, w: Weights) -> tuple[mx.array, mx.array, mx.array]:
+    def _route(self, x: mx.array, w: Weights, probe: Probe) -> tuple[mx.array, mx.array, mx.array]:
         """ids [T, k], weights [T, k] and flags [T] of the chosen experts; logits in float32."""
         config, gate, bias = self.config, w["gate"], w["gate.e_score_correction_bias"]
         count, scaling = config.num_experts_per_token, config.routed_scaling_factor
         if isinstance(gate, Quantized):
             logits = linear(x.astype(mx.float32), gate).astype(mx.float32)
-            return self.room.kernels.select_topk(logits, bias, count, scaling)
-        return self.room.kernels.route_topk(x, gate, bias, count, scaling)
+        else:
+            logits = router_logits(x, gate)
+        return self.room.kernels.select_topk(probe("logits", logits), bias, count, scaling)
 
     def _routed(
         self, latent: mx.array, layer: int, ids: np.ndarray, weights: np.ndarray, request: Request
@@ -266,9 +291,10 @@ class MlxModel:
             )  # fmt: skip
         return mx.array(mixed)
 
-    def _head(
-        self, partial: mx.array, blocks: mx.array | None, all_logits: bool, probe: Probe | None
-    ) -> mx.array:
+    def head(self, residual: Residual, all_logits: bool, hooks: Hooks) -> mx.array:
+        """Logits [T, V] in float32 of the stream behind the last layer, or of its last token [1, V]."""
+        hooks.clock.enter("head")
+        probe, blocks, partial = _probe(hooks), residual.blocks, residual.partial
         if not all_logits:
             partial, blocks = partial[-1:], None if blocks is None else blocks[:, -1:]
         outer = self.outer
@@ -277,11 +303,12 @@ class MlxModel:
             blocks, partial, outer["model.output_attn_res_norm"], outer["model.output_attn_res_proj"],
             self.config.rms_norm_eps, outer["model.norm"],
         )  # fmt: skip
+        probe("output_mix", mixed)
+        y = probe("final_norm", y)
         self.room.enter("head")
         seconds = self._deadline(y.shape[0], self.config.vocab_size * self.config.hidden_size)
         logits = head(y, outer["lm_head"], lambda block: self.room.evaluate("the head", block, seconds))
-        _show(probe, ("output_mix", mixed), ("final_norm", y), ("logits", logits))
-        return logits
+        return probe("logits", logits)
 
     def _deadline(self, tokens: int, products: int) -> float:
         """Seconds that an evaluation over `tokens` tokens of so many products each may take at the very most."""
@@ -312,20 +339,16 @@ def _arrays(update: Update, *more: mx.array) -> list[mx.array]:
     return [*([update.windows, update.state] if isinstance(update, KdaState) else [update]), *more]
 
 
-def _show(probe: Probe | None, *stages: tuple[str, mx.array]) -> None:
-    if probe is not None:
-        for stage, array in stages:
-            probe(stage, array)
+def _probe(hooks: Hooks) -> Probe:
+    """Shows a stage to the hooks, in numpy (bf16 as float32), and returns it, or what they have in its place."""
+    if not hooks.watched:
+        return no_probe
 
+    def probe(stage: str, array: mx.array) -> mx.array:
+        hooks.probe(stage, np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array))
+        given = hooks.inject.get(stage)
+        if given is None:
+            return array
+        return mx.array(given.astype(np.float32 if given.dtype.kind == "f" else np.int32)).astype(array.dtype)
 
-def _prefixed(probe: Probe | None, prefix: str) -> Probe | None:
-    return None if probe is None else lambda stage, array: probe(prefix + stage, array)
-
-
-def _host_probe(probe: Probe) -> Probe:
-    """A probe for MLX arrays from one for numpy arrays (bf16 as float32)."""
-
-    def show(stage: str, array: mx.array) -> None:
-        probe(stage, np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array))
-
-    return show
+    return probe

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
-Probe = Callable[[str, Any], None]  # sees (stage, mlx array) of every named intermediate
+from k3mlx.stages import Probe, no_probe
 
 
 class Quantized(NamedTuple):
@@ -103,14 +103,10 @@ def situ_mlp(
     w_down: Matrix,
     beta: float,
     linear_beta: float,
-    probe: Probe | None = None,
+    probe: Probe = no_probe,
     device: str = "cpu",
 ) -> mx.array:
     """SiTU(x W_gate^T, x W_up^T) W_down^T on a device; x [T, in] -> [T, out]."""
-    gate, up = linear(x, w_gate), linear(x, w_up)
-    activated = situ_on(device)(gate, up, beta, linear_beta)
-    if probe is not None:
-        probe("gate", gate)
-        probe("up", up)
-        probe("activated", activated)
+    gate, up = probe("gate", linear(x, w_gate)), probe("up", linear(x, w_up))
+    activated = probe("activated", situ_on(device)(gate, up, beta, linear_beta))
     return linear(activated, w_down)

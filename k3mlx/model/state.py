@@ -110,14 +110,7 @@ class State:
 
     def commit(self, updates: Sequence[Update], tokens: int) -> State:
         """The state after `tokens` more; the updates are evaluated arrays."""
-        layers: list[LayerState] = []
-        for old, update in zip(self.layers, updates, strict=True):
-            if isinstance(old, LatentCache):
-                assert isinstance(update, mx.array)
-                layers.append(old.append(update))
-            else:
-                assert isinstance(update, KdaState)
-                layers.append(update)
+        layers = [advance(old, update) for old, update in zip(self.layers, updates, strict=True)]
         caches = [layer for layer in layers if isinstance(layer, LatentCache)]
         mx.eval([cache.buffer.rows for cache in caches])
         if any(round_up(cache.length) > round_up(self.length) for cache in caches):
@@ -177,6 +170,15 @@ class State:
                 updates.append(KdaState(windows, mx.array(arrays[f"{number}.state"])[None]))
         mx.eval([[u.windows, u.state] if isinstance(u, KdaState) else u for u in updates])
         return empty.commit(updates, length)
+
+
+def advance(old: LayerState, update: Update) -> LayerState:
+    """The state of a layer after a step; the update holds evaluated arrays."""
+    if isinstance(old, LatentCache):
+        assert isinstance(update, mx.array)
+        return old.append(update)
+    assert isinstance(update, KdaState)
+    return update
 
 
 def _to_numpy(array: mx.array) -> np.ndarray:

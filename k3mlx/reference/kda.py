@@ -7,7 +7,9 @@ channel first. Source: model specification §2.3 and §2.4.
 
 import numpy as np
 
-from .ops import Array, Probe, l2_norm, no_probe, rms_norm, sigmoid, silu
+from k3mlx.stages import Probe, no_probe
+
+from .ops import Array, l2_norm, rms_norm, sigmoid, silu
 
 CHUNK = 64  # tokens per chunk of the parallel form
 BLOCK = 16  # rows per sub-block: with g >= -5 no exponent of a sub-block leaves the range of float32

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.clock import Clock
+from k3mlx.stages import Probe, no_probe, prefixed
 
 from .attn_res import attn_res_mix
 from .kda import kda_step
 from .mla import attend, split_kv_b
 from .moe import Experts, select_topk
-from .ops import Array, Probe, no_probe, rms_norm, sigmoid, situ_mlp
+from .ops import Array, rms_norm, sigmoid, situ_mlp
 from .state import KdaState, LatentCache, LayerState, State
 from .weights import LayerWeights, Weights, load_layer, load_outer
 
@@ -107,7 +108,7 @@ class ReferenceModel:
     ) -> tuple[Residual, LayerState]:
         """One layer for T tokens: the stream behind it and the layer's new state (§2.1)."""
         config, eps, weights = self.config, self.config.rms_norm_eps, self.layers[layer]
-        probe, norms = _prefixed(_probe(hooks), f"layers.{layer}."), weights.norms
+        probe, norms = prefixed(_probe(hooks), f"layers.{layer}."), weights.norms
         hooks.clock.enter("attention")
         blocks, partial = residual.blocks, residual.partial
         query = norms["self_attention_res_proj"]
@@ -131,7 +132,7 @@ class ReferenceModel:
         if config.is_moe(layer):
             y = self._moe(x, layer, weights.ffn, probe, hooks.clock)
         else:
-            y = self._mlp(x, weights.ffn, _prefixed(probe, "mlp."))
+            y = self._mlp(x, weights.ffn, prefixed(probe, "mlp."))
         return Residual(blocks, probe("partial", partial + probe("mlp", y))), new
 
     def head(self, residual: Residual, all_logits: bool, hooks: Hooks) -> Array:
@@ -150,7 +151,7 @@ class ReferenceModel:
 
     def _kda(self, x: Array, w: Weights, old: KdaState, probe: Probe) -> tuple[Array, KdaState]:
         """KDA on the normed input x [T, D] -> [T, D] and the layer's new state (§2.3)."""
-        probe = _prefixed(probe, "kda.")
+        probe = prefixed(probe, "kda.")
         q, k, v = (probe(stream, x @ w[f"{stream}_proj"].T) for stream in "qkv")
         z = probe("z", x @ w["f_a_proj"].T @ w["f_b_proj"].T)  # no activation between the two factors
         b = probe("b", x @ w["b_proj"].T)
@@ -164,7 +165,7 @@ class ReferenceModel:
 
     def _mla(self, x: Array, w: Weights, old: LatentCache, probe: Probe) -> tuple[Array, LatentCache]:
         """MLA on the normed input x [T, D] -> [T, D] and the layer's longer cache (§2.5)."""
-        config, probe = self.config, _prefixed(probe, "mla.")
+        config, probe = self.config, prefixed(probe, "mla.")
         heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
         q_latent = rms_norm(x @ w["q_a_proj"].T, w["q_a_layernorm"], config.mla_norm_eps)
         q = probe("q_latent", q_latent) @ w["q_b_proj"].T
@@ -195,14 +196,14 @@ class ReferenceModel:
 
     def _moe(self, x: Array, layer: int, w: Weights, probe: Probe, clock: Clock) -> Array:
         """Latent mixture of experts on the normed input x [T, D] -> [T, D] (§2.6.2)."""
-        config, probe = self.config, _prefixed(probe, "moe.")
+        config, probe = self.config, prefixed(probe, "moe.")
         ids, scores = select_topk(
             probe("logits", x @ w["gate"].T), w["gate.e_score_correction_bias"],
             config.num_experts_per_token, config.routed_scaling_factor,
         )  # fmt: skip
         ids, scores = probe("ids", ids), probe("weights", scores)
         mix = self.experts.start(layer, x, ids, scores)  # they may be read from disk while we go on
-        shared = self._mlp(x, w, _prefixed(probe, "shared."), "shared_experts.")
+        shared = self._mlp(x, w, prefixed(probe, "shared."), "shared_experts.")
         latent = probe("latent", x @ w["routed_expert_down_proj"].T)
         clock.enter("experts")
         mixed = probe("mixed", mix(latent))
@@ -222,7 +223,3 @@ def _probe(hooks: Hooks) -> Probe:
         return array if given is None else given.astype(array.dtype)
 
     return probe
-
-
-def _prefixed(probe: Probe, prefix: str) -> Probe:
-    return probe if probe is no_probe else lambda stage, array: probe(prefix + stage, array)

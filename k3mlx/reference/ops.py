@@ -1,21 +1,14 @@
-"""Elementwise functions and norms shared by the parts of the reference model, and the probe type.
+"""Elementwise functions and norms shared by the parts of the reference model.
 
 Every function computes in the dtype of its first argument (float32 or float64). No weights, no state.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
+from k3mlx.stages import Probe, no_probe
+
 Array = NDArray[np.floating]
-Probe = Callable[[str, NDArray[Any]], NDArray[Any]]  # sees (stage, array), returns what to go on with
-
-
-def no_probe(stage: str, array: NDArray[Any]) -> NDArray[Any]:
-    """The probe of a run that nobody looks into."""
-    return array
 
 
 def sigmoid(x: Array) -> Array:

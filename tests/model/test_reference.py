@@ -28,6 +28,16 @@ def check(name, got, expected, tolerance):
     )
 
 
+def check_decoding(session, float32, oracle, ids):
+    """Steps within 1e-4 of float64, or within three times what numpy's float32 makes of the same step.
+
+    93 layers make up to 1e-4 of float32's own rounding: the second bound says what this model's conditioning allows.
+    """
+    for id in ids:
+        got, narrow, expected = session.feed([id]), float32.feed([id]), oracle.feed([id])
+        check(f"step {id}", got, expected, max(1e-4, 3 * float(np.abs(narrow - expected).max())))
+
+
 def check_state(name, engine, session, reference_session, tolerance):
     got, expected = engine.backend.export_state(session._state), reference_session._state.arrays()
     assert got.keys() == expected.keys()
@@ -83,10 +93,7 @@ def test_every_stage_of_a_pass(random_model):
         for backend, store in ((reference.backend, stages), (engine.backend, seen)):
             probe = lambda stage, array, store=store: store.setdefault(stage, np.array(array))  # noqa: E731
             backend.forward(ids, backend.new_state(), True, Hooks(probe=probe))
-    inside_the_kernel = {"q_conv", "k_conv", "v_conv", "g", "beta", "o"}
-    unseen = {stage.rsplit(".", 1)[-1] for stage in stages.keys() - seen.keys()}
-    assert unseen <= inside_the_kernel
-    assert seen.keys() <= stages.keys()
+    assert seen.keys() == stages.keys()
     for stage, array in seen.items():
         check(stage, array, stages[stage], 1e-4)
 
@@ -134,17 +141,18 @@ def test_float32_parameters_do_not_promote_the_residual_stream(tmp_path):
 
             import k3mlx.model.model as module
 
-            original = module._show
+            original = module._probe
 
-            def show(probe, *stages):
-                dtypes.update({stage: array.dtype for stage, array in stages})
+            def probe(stage, array):
+                dtypes[stage.rpartition(".")[2]] = array.dtype
+                return array
 
-            module._show = show
+            module._probe = lambda hooks: probe
             try:
                 with mx.stream(backend.room.stream):
                     _, updates = model.step([1, 2, 3], backend.new_state(), True, Hooks())
             finally:
-                module._show = original
+                module._probe = original
             return mx, updates
 
         mx, updates = backend._call(watched)
@@ -183,6 +191,7 @@ def test_golden_logits_and_states(golden_folder):
     captures = dict(np.load(GOLDEN_RUN / "captures.npz"))
     with (
         k3mlx.load(golden_folder, backend="numpy", dtype="float64") as reference,
+        k3mlx.load(golden_folder, backend="numpy", dtype="float32") as narrow,
         k3mlx.load(golden_folder, backend="mlx", device="cpu", dtype="float32") as engine,
     ):
         oracle, session = reference.session(), engine.session()
@@ -192,5 +201,6 @@ def test_golden_logits_and_states(golden_folder):
         check("logits against the captures", logits, captures["logits"].ravel(), 3e-4)
         check("logits against float64", logits, expected, 1e-4)
         check_state("golden:", engine, session, oracle, 1e-4)
-        for id in range(10, 30):  # 93 layers of MLX's plain float32 sums: twice numpy's error, 1.9e-4 at most
-            check(f"step {id}", session.feed([id]), oracle.feed([id]), 3e-4)
+        float32 = narrow.session()
+        float32.feed(range(1, 10))
+        check_decoding(session, float32, oracle, range(10, 30))
