@@ -1,8 +1,9 @@
 """A greedy run in which one step goes wrong on purpose: `python -m tests.model.faulty_run FOLDER WHERE HOW STEP`.
 
-WHERE is `kernel` (a stand-in for the KDA kernel that computes what the plain operations do) or `experts`; HOW is
-`build` (throws while the graph is built), `worker` (throws on a worker at evaluation), `never` (an evaluation that
-does not return) or `none`. STEP counts forward passes from 1. Prints one JSON object with ids and report.
+WHERE is `kernel` (a stand-in for the KDA kernel that computes what the plain operations do), `experts`, or `gpu` (the
+KDA kernel itself, on a GPU). HOW is `build` (throws while the graph is built), `worker` (throws on a worker at
+evaluation), `never` (an evaluation that does not return), `none`; or on a GPU `compile` (a text that is no kernel) or
+`off` (no kernels). STEP counts forward passes from 1. Prints one JSON object with ids and report.
 """
 
 import json
@@ -60,6 +61,28 @@ class StandIn:
         return getattr(mx, name)
 
 
+class Uncompilable:
+    """The maker of a GPU; at the failing step the text of the KDA kernel is one that no compiler takes."""
+
+    def __init__(self, maker, failing):
+        self.maker, self.failing, self.step = maker, failing, 0
+
+    def __getattr__(self, name):
+        return getattr(self.maker, name)
+
+    def build(self, spec):
+        good = self.maker.build(spec)
+        make = mx.fast.cuda_kernel if self.maker.name == "cuda" else mx.fast.metal_kernel
+        bad = make(
+            name="k3_uncompilable",
+            input_names=list(spec.input_names),
+            output_names=list(spec.output_names),
+            source="this is no statement;",
+        )
+        faulty = spec.stem in ("kda_step", "kda_prefill")
+        return lambda **keywords: (bad if faulty and self.step == self.failing else good)(**keywords)
+
+
 class FaultyStreams(ExpertStreams):
     how, failing, step = "none", 0, 0
 
@@ -67,18 +90,30 @@ class FaultyStreams(ExpertStreams):
         return super().mix(spoil(self.how, x) if self.step == self.failing else x, *arguments)
 
 
+def plant(room, where, how, failing):
+    """Put the fault in its place; its `step` says which pass is running."""
+    if where == "experts":
+        fault = room.experts
+        fault.__class__, fault.how, fault.failing = FaultyStreams, how, failing
+        return fault
+    if where == "gpu":
+        fault = Uncompilable(room.kernels.maker, failing)
+        room.kernels.maker = fault
+        if how == "off":
+            room.kernels.disable_all("switched off for a comparison")
+        return fault
+    fault = StandIn(how, failing)
+    room.kernels = Kernels(fault)
+    for stem in ("attn_res_mix", "route_topk"):
+        room.kernels.disable(stem, "not part of this run", failed=False)
+    return fault
+
+
 def main(folder, where, how, failing):
-    failing = int(failing) if how != "none" else -1
-    with k3mlx.load(folder, backend="mlx", device="cpu") as engine:
-        room = engine.backend.room
-        if where == "kernel":
-            fault = StandIn(how, failing)
-            room.kernels = Kernels(fault)
-            for stem in ("attn_res_mix", "route_topk"):
-                room.kernels.disable(stem, "not part of this run", failed=False)
-        else:
-            fault = room.experts
-            fault.__class__, fault.how, fault.failing = FaultyStreams, how, failing
+    failing = int(failing) if how not in ("none", "off") else -1
+    device = "gpu" if where == "gpu" else "cpu"
+    with k3mlx.load(folder, backend="mlx", device=device, dtype="float32") as engine:
+        fault = plant(engine.backend.room, where, how, failing)
         if how == "never":
             engine.backend.watchdog.scale = 0.02
         session, ids = engine.session(), []
