@@ -22,10 +22,11 @@ from .experts.native import make_experts
 from .experts.options import StreamOptions
 from .experts.store import ExpertStore
 from .governor import MemoryPlan
-from .needs import default_dtype, dense_bytes, mlx_cache_limit, size_in
+from .needs import backend_needs, default_dtype, dense_bytes, mlx_cache_limit, size_in
+from .on_disk import DiskTensors
 from .reference.model import Hooks, ReferenceModel
 from .reference.state import State
-from .reference.weights import load_layer
+from .reference.weights import load_layer, load_outer
 
 
 class Backend(Protocol):
@@ -87,8 +88,10 @@ class NumpyBackend:
         resident: Collection[int] | None = None,
         experts_kernel: str = "auto",
         cpu_threads: int | None = None,
+        thin: bool = False,
     ) -> None:
-        """resident: the layers whose dense weights stay in memory, all if None; others are read at each use."""
+        """resident: the layers whose dense weights stay in memory, all if None; others are read at each use.
+        thin: embedding and head stay on disk, and no layer is read ahead."""
         if dtype not in ("float32", "float64"):
             raise UsageError(f"dtype is {dtype!r}, expected float32 or float64 on the numpy backend")
         self.config = checkpoint.config
@@ -96,9 +99,9 @@ class NumpyBackend:
         self.store = ExpertStore(checkpoint, expert_cache, streaming)
         item, sizes = np.dtype(dtype), stored_sizes(checkpoint)
         kept = set(range(len(sizes)) if resident is None else resident)
-        two = sum(sorted(dense_bytes(checkpoint, size_in(item.itemsize)).layers)[-2:])
+        most = sum(sorted(dense_bytes(checkpoint, size_in(item.itemsize)).layers)[-1 if thin else -2 :])
         io = self.store.options.io_threads
-        self._reader = DenseReader(checkpoint, io, self.store.files.direct, limit=two)
+        self._reader = DenseReader(checkpoint, io, self.store.files.direct, limit=most)
         self._ring = LayerRing(
             lambda layer: (
                 lambda: load_layer(self._reader.layer(layer, item, keep=layer in kept), layer, item)
@@ -106,11 +109,13 @@ class NumpyBackend:
             sizes,
             kept,
             self._reader.drop,
+            ahead=not thin,
         )
         experts, note = make_experts(experts_kernel, self.store, self.config, item, self._router, cpu_threads)
         self.notes = () if note is None else (note,)
         self._experts_kernel = experts.kernel
-        self.model = ReferenceModel(checkpoint, experts, item, self._ring)
+        outer = load_outer(DiskTensors(checkpoint), item) if thin else None
+        self.model = ReferenceModel(checkpoint, experts, item, self._ring, outer)
         self._expert_format = "mxfp4" if checkpoint.mxfp4 else dtype
         self._calls: Counter[str] = Counter()
         self._blas = BlasThreads(self.config.hidden_size)
@@ -193,10 +198,13 @@ def make_backend(
     cpu_threads: int | None = None,
     streaming: StreamOptions | None = None,
     plan: MemoryPlan | None = None,
+    thin: bool = False,
 ) -> Backend:
     """The backend that was chosen, with the model loaded. dtype None is the backend's own choice.
 
-    With a plan its cache and its resident layers are used, whatever expert_cache says.
+    With a plan its cache and its resident layers are used, whatever expert_cache says. thin: as little memory as
+    can be: dense layers are read one at a time where the backend can (else all stay), embedding and head in
+    pieces, and no expert is kept.
     Raises UsageError for a dtype that it does not compute in, ResourceError for experts on a GPU without one.
     """
     if experts_device not in ("cpu", "gpu"):
@@ -206,14 +214,17 @@ def make_backend(
     if experts_device == "gpu" and choice.device == "cpu":
         raise ResourceError("experts_device gpu asks for a GPU, but this run has none: see --device")
     dtype = dtype or default_dtype(choice)
+    resident = None if plan is None else plan.resident
     if plan is not None:
         expert_cache = plan.cache
+    if thin:
+        expert_cache = 0
+        resident = None if backend_needs(choice, checkpoint, dtype).ring is None else ()
     if choice.backend == "numpy":
         if checkpoint.affine_experts:
             raise ResourceError("the experts are stored as affine codes, which only the mlx backend computes")
         made: Backend = NumpyBackend(
-            checkpoint, dtype, expert_cache, streaming, None if plan is None else plan.resident,
-            experts_kernel, cpu_threads,
+            checkpoint, dtype, expert_cache, streaming, resident, experts_kernel, cpu_threads, thin
         )  # fmt: skip
     else:
         if experts_kernel not in ("auto", "stream"):
@@ -224,8 +235,8 @@ def make_backend(
             checkpoint, dtype, expert_cache, streaming,
             device=choice.device, kernels=choice.kernels, must=choice.must,
             experts_device=experts_device, threads=cpu_threads,
-            cache_bytes=None if plan is None else mlx_cache_limit(plan.memory),
-            resident=None if plan is None else plan.resident,
+            cache_bytes=mlx_cache_limit(0 if plan is None else plan.memory) if plan or thin else None,
+            resident=resident, thin=thin,
         )  # fmt: skip
     made.notes = (*choice.notes, *made.notes)
     return made

@@ -36,7 +36,8 @@ class LayerRing(Sequence[T], Generic[T]):
     One of the others is in use, until the next is asked for, and one is being read: two must fit beside the
     resident ones. `begin(n)` is called by the thread that asks, the function that it returns by that thread for
     resident layers and by one of this object for others; `drop(n)` when such a layer is no longer in use.
-    `sizes` are bytes on disk. One thread asks.
+    `sizes` are bytes on disk. Without `ahead` nothing is read before it is asked for, and one layer must fit beside
+    the resident ones. One thread asks.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class LayerRing(Sequence[T], Generic[T]):
         sizes: Sequence[int],
         resident: Collection[int],
         drop: Callable[[int], None] = lambda layer: None,
+        ahead: bool = True,
     ) -> None:
         self._begin = begin
         self._drop = drop
         self._sizes = sizes
+        self._read_ahead = ahead
         self._kept = {n: begin(n)() for n in sorted(resident)}
         self._streamed = [n for n in range(len(sizes)) if n not in self._kept]
         self._current: tuple[int, T] | None = None
@@ -110,7 +113,7 @@ class LayerRing(Sequence[T], Generic[T]):
         self._ahead = None
         weights = future.result()
         self.wait_seconds += perf_counter() - started
-        if len(self._streamed) > 1:
+        if self._read_ahead and len(self._streamed) > 1:
             following = self._streamed[(self._streamed.index(layer) + 1) % len(self._streamed)]
             self._ahead = following, self._submit(following)
         return weights

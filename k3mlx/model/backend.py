@@ -46,7 +46,7 @@ class MlxBackend:
     experts_device: `cpu` for streams of the CPU, `gpu` for MLX's own matmul on the GPU. threads: CPU streams.
     kernels: whether the kernels of this package are used on the GPU, those that have passed the self-test; must: one
     that has not is an error. cache_bytes: freed buffers that MLX may keep. resident: layers whose dense weights
-    stay in memory, all if None.
+    stay in memory, all if None. thin: embedding and head stay on disk, and no layer is read ahead.
     """
 
     name = "mlx"
@@ -66,6 +66,7 @@ class MlxBackend:
         threads: int | None = None,
         cache_bytes: int | None = None,
         resident: Collection[int] | None = None,
+        thin: bool = False,
     ) -> None:
         if dtype not in DTYPES:
             raise UsageError(f"dtype is {dtype!r}, expected bfloat16 or float32 on the mlx backend")
@@ -92,7 +93,7 @@ class MlxBackend:
                 self.watchdog,
                 threads,
             )
-            loader = Loader(checkpoint, DTYPES[dtype], in_place=device != "cuda")
+            loader = Loader(checkpoint, DTYPES[dtype], in_place=device != "cuda", thin=thin)
             with mx.stream(room.stream):
                 notes = surprises()
                 model = MlxModel(loader, self.store, room, resident)

@@ -7,7 +7,7 @@ run on while the routed ones compute. Source: model specification §2; numerics 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from k3mlx.stages import Probe, no_probe, prefixed
 from .kda import kda
 from .mla import Span, attend
 from .moe import keeps_apart
-from .ops import Matrix, Quantized, Weights, gated_on, linear, rms_norm, rows, situ_mlp
+from .ops import Matrix, OnDisk, Quantized, Weights, gated_on, linear, rms_norm, rows, situ_mlp
 from .room import Room
 from .slots import ExpertBytes
 from .state import KdaState, LatentCache, LayerState, State, Update
@@ -64,7 +64,9 @@ class MlxModel:
         self._numpy_experts = NumpyExperts(store, self.config, np.float32)
         self.outer = loader.outer()
         sizes = stored_sizes(loader.checkpoint)
-        self.layers = LayerRing(loader.begin, sizes, range(len(sizes)) if resident is None else resident)
+        self.layers = LayerRing(
+            loader.begin, sizes, range(len(sizes)) if resident is None else resident, ahead=not loader.thin
+        )
         self._sketch = loader.sketch
 
     def step(
@@ -315,20 +317,28 @@ class MlxModel:
         return DEADLINE_SECONDS + tokens * products / PRODUCTS_PER_SECOND[self.room.kind]
 
 
-def head(y: mx.array, w: Matrix, evaluate: Callable[[list[mx.array]], None]) -> mx.array:
+def head(y: mx.array, w: Matrix | OnDisk, evaluate: Callable[[list[mx.array]], None]) -> mx.array:
     """Logits [T, V] in float32 of y [T, D].
 
     bf16 rows of w are widened a block at a time, each evaluated before the next, so they never exist as a whole.
     """
     y = y.astype(mx.float32)
-    if isinstance(w, Quantized) or w.dtype == mx.float32:
+    if isinstance(w, Quantized) or (w.dtype == mx.float32 and not isinstance(w, OnDisk)):
         return linear(y, w).astype(mx.float32)
-    step = max(1, HEAD_ELEMENTS // w.shape[1])
     blocks = []
-    for start in range(0, w.shape[0], step):
-        blocks.append(y @ w[start : start + step].astype(mx.float32).T)
+    for block in _row_blocks(w):
+        blocks.append(y @ block.astype(mx.float32).T)
         evaluate(blocks[-1:])
     return mx.concatenate(blocks, axis=1)
+
+
+def _row_blocks(w: mx.array | OnDisk) -> Iterator[mx.array]:
+    if isinstance(w, OnDisk):
+        yield from w.pieces()
+        return
+    step = max(1, HEAD_ELEMENTS // w.shape[1])
+    for start in range(0, w.shape[0], step):
+        yield w[start : start + step]
 
 
 def _format(w: Any) -> str:

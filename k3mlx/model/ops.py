@@ -7,11 +7,13 @@ float32 parameter never promotes the residual stream. Source: model specificatio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
+import numpy as np
 
+from k3mlx.on_disk import DiskMatrix
 from k3mlx.stages import Probe, no_probe
 
 
@@ -37,6 +39,21 @@ class Quantized(NamedTuple):
         return self.mode if self.mode != "affine" else f"{self.bits}-bit affine"
 
 
+class OnDisk(NamedTuple):
+    """A matrix [out, in] that is read at each use, and what it would be in memory: `dtype`."""
+
+    matrix: DiskMatrix
+    dtype: mx.Dtype
+
+    def rows(self, ids: mx.array) -> mx.array:
+        return mx.array(self.matrix[np.array(ids)]).astype(self.dtype)
+
+    def pieces(self) -> Iterator[mx.array]:
+        """All rows, some at a time."""
+        for _, values in self.matrix.pieces():
+            yield mx.array(values).astype(self.dtype)
+
+
 Matrix: TypeAlias = "mx.array | Quantized"
 Weights = dict[str, Any]  # Matrix for a linear map, mx.array for a vector
 
@@ -50,8 +67,10 @@ def linear(x: mx.array, w: Matrix, transpose: bool = True) -> mx.array:
     return x @ (w.swapaxes(-1, -2) if transpose else w)
 
 
-def rows(w: Matrix, ids: mx.array, dtype: mx.Dtype) -> mx.array:
+def rows(w: Matrix | OnDisk, ids: mx.array, dtype: mx.Dtype) -> mx.array:
     """Rows ids [T] of a matrix [V, D] -> [T, D] of `dtype`."""
+    if isinstance(w, OnDisk):
+        return w.rows(ids)
     if not isinstance(w, Quantized):
         return w[ids]
     biases = None if w.biases is None else w.biases[ids]

@@ -18,8 +18,9 @@ from k3mlx.checkpoint.mlx_lm import MlxLmCheckpoint
 from k3mlx.checkpoint.names import dense_specs, layer_prefix, layer_specs
 from k3mlx.checkpoint.quantized import QuantizedInfo
 from k3mlx.checkpoint.snapshot import Checkpoint
+from k3mlx.on_disk import DiskMatrix
 
-from .ops import Matrix, Quantized, Weights
+from .ops import Matrix, OnDisk, Quantized, Weights
 
 # parameters that stay float32 whatever the activations are (model specification §3.3, D7)
 KEPT_FLOAT32 = ("_conv1d.weight", ".A_log", ".dt_bias", ".o_norm.weight", ".e_score_correction_bias")
@@ -37,14 +38,16 @@ class LayerWeights:
 class Loader:
     """Reads tensors of a checkpoint into MLX arrays of `dtype`, or float32 where they are kept so.
 
-    in_place: read into the array's own memory (not on CUDA, where a host view would move it for good).
+    in_place: read into the array's own memory (not on CUDA, where a host view would move it for good). thin:
+    embedding and head stay on disk.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype, in_place: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype, in_place: bool, thin: bool = False) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
         self.dtype = dtype
         self.in_place = in_place
+        self.thin = thin
         self._later: list[Callable[[], None]] | None = None  # reads put off, while `begin` makes a layer
         self._sketching = False
 
@@ -76,7 +79,17 @@ class Loader:
     def outer(self) -> Weights:
         """Everything outside the layers: embedding, head, final norm, output mix (query as [D])."""
         names = [spec.name for spec in dense_specs(self.config) if not spec.name.startswith("model.layers.")]
-        return {_key(name): self.tensor(name) for name in names}
+        return {_key(name): self._on_disk(name) if self._stays(name) else self.tensor(name) for name in names}
+
+    def _stays(self, name: str) -> bool:
+        return (
+            self.thin
+            and name in ("model.embed_tokens.weight", "lm_head.weight")
+            and name not in self.checkpoint.quantized
+        )
+
+    def _on_disk(self, name: str) -> OnDisk:
+        return OnDisk(DiskMatrix(self.checkpoint, name, np.float32), self.dtype)
 
     def layer(self, layer: int) -> LayerWeights:
         """One layer without its routed experts.
