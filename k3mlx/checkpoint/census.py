@@ -5,7 +5,6 @@ Every problem is found in one pass over the headers and told in one error. Reads
 
 import contextlib
 import gc
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,10 +21,6 @@ from .untrusted import FileMissingError, shown
 if TYPE_CHECKING:
     from k3mlx.config import ModelConfig
 
-_EXPERT = re.compile(
-    r"model\.layers\.(0|[1-9][0-9]{0,8})\.block_sparse_moe\.experts\.(0|[1-9][0-9]{0,8})\.(.+)"
-)
-
 
 class Census(NamedTuple):
     """What a complete snapshot holds: the text model's tensors by name (prefix stripped), and its files."""
@@ -36,15 +31,17 @@ class Census(NamedTuple):
     notes: tuple[str, ...]
 
 
-def take_census(folder: Path, config: "ModelConfig", elsewhere: Sequence[Path] = ()) -> Census:
+def take_census(
+    folder: Path, config: "ModelConfig", elsewhere: Sequence[Path] = (), layout: Layout | None = None
+) -> Census:
     """Read every header in `folder` (shards may also be in folders `elsewhere`); check index and config.
 
-    Raises ModelFilesError with a line for each finding, at most 10 and then "and N more": missing shards (one
-    finding each) and truncated files with the bytes that are missing, damaged headers, tensors missing,
-    surplus, twice, misplaced, or of wrong shape or dtype.
+    layout: what `find_layout` has said of these folders. Raises ModelFilesError with a line for each finding, at
+    most 10 and then "and N more": missing shards (one finding each) and truncated files with the bytes that are
+    missing, damaged headers, tensors missing, surplus, twice, misplaced, or of wrong shape or dtype.
     """
     with _collector_paused():
-        count = _Count(find_layout(folder, elsewhere), config)
+        count = _Count(layout or find_layout(folder, elsewhere), config)
         count.read_shards()
     count.findings.extend(count.tensor_findings)
     count.findings.raise_if_any()
@@ -69,21 +66,20 @@ class _Expected:
 
     def __init__(self, config: "ModelConfig", mxfp4: bool) -> None:
         self.mxfp4 = mxfp4
-        self._config = config
         self._dense = {spec.name: spec for spec in names.dense_specs(config)}
-        self._parts = names.expert_parts(config, mxfp4)
-        self._moe = [config.is_moe(layer) for layer in range(config.num_hidden_layers)]
-        self.count = len(self._dense) + sum(self._moe) * config.num_experts * len(self._parts)
+        parts = names.expert_parts(config, mxfp4)
+        moe = filter(config.is_moe, range(config.num_hidden_layers))
+        self._layers = {names.layer_prefix(layer).removesuffix(".") for layer in moe}
+        self._experts = {
+            f"{e}.{part}": spec for e in range(config.num_experts) for part, spec in parts.items()
+        }
+        self.count = len(self._dense) + len(self._layers) * len(self._experts)
 
     def find(self, name: str) -> names.TensorSpec | None:
-        spec = self._dense.get(name)
-        if spec is None:
-            match = _EXPERT.fullmatch(name)
-            if match:
-                layer, expert = int(match[1]), int(match[2])
-                if layer < len(self._moe) and self._moe[layer] and expert < self._config.num_experts:
-                    return self._parts.get(match[3])
-        return spec
+        layer, word, expert = name.partition(names.EXPERTS)
+        if word and layer in self._layers:
+            return self._experts.get(expert)
+        return self._dense.get(name)
 
 
 class _Count:
@@ -103,6 +99,9 @@ class _Count:
         self._rejected: set[str] = set()  # tensors whose entry in a header is already a finding
         self._misplaced: list[TensorInfo] = []
         self._present_bytes = 0
+        self._named: dict[str, list[str]] = {}  # what the index says is in a shard
+        for name, shard in layout.weight_map.items():
+            self._named.setdefault(shard, []).append(name)
         self.expected = self._expect(layout.weight_map)
 
     def _expect(self, stored_names: "dict[str, str] | dict[str, TensorInfo]") -> _Expected:
@@ -116,8 +115,9 @@ class _Count:
             self.stamps[path] = header.stamp
             if self._layout.index_path is None:
                 self.expected = self._expect(header.tensors)
-            for info in header.tensors.values():
-                self._place(shard, info)
+            if not self._take_all(shard, header.tensors):
+                for info in header.tensors.values():
+                    self._place(shard, info)
         self._report_missing_shards()
         self._report_misplaced()
         if not (self._layout.index_path is None and self._damaged):
@@ -136,6 +136,24 @@ class _Count:
             return None
         self._rejected |= {names.strip_prefix(name) for name in header.rejected}
         return header
+
+    def _take_all(self, shard: str, stored: dict[str, TensorInfo]) -> bool:
+        """File the tensors of a shard at once if there is nothing to say of any: five times as fast."""
+        said = self._named.get(shard, ())
+        if len(said) != len(stored) or not all(map(stored.__contains__, said)):
+            return False
+        taken = {}
+        for info in stored.values():
+            name = names.strip_prefix(info.name)
+            spec = self.expected.find(name)
+            if spec is None or info.shape != spec.shape or info.dtype not in spec.dtypes:
+                return False
+            taken[name] = TensorInfo._make((name, *info[1:]))
+        if len(taken) < len(stored) or not self.tensors.keys().isdisjoint(taken):
+            return False
+        self.tensors |= taken
+        self._present_bytes += sum(info.nbytes for info in taken.values())
+        return True
 
     def _place(self, shard: str, info: TensorInfo) -> None:
         """File one stored tensor under its name, or say what is wrong with it."""
@@ -167,7 +185,7 @@ class _Count:
             self._tell(info, f"has shape {list(info.shape)}, expected {list(spec.shape)}")
         if info.dtype not in spec.dtypes:
             self._tell(info, f"has dtype {info.dtype}, expected {' or '.join(spec.dtypes)}")
-        self.tensors[name] = TensorInfo(name, *info[1:])
+        self.tensors[name] = info._replace(name=name)
 
     def _tell(self, info: TensorInfo, what: str) -> None:
         self.tensor_findings.add(f"{info.path}: tensor {shown(info.name)} {what}")

@@ -22,7 +22,7 @@ from k3mlx.errors import ModelFilesError
 from . import names
 from .census import Census
 from .findings import Findings
-from .layout import check_link, find_layout
+from .layout import Layout, check_link, find_layout
 from .quantized import QuantizedInfo, rows_of
 from .safetensors import FileStamp, TensorInfo, read_header
 from .snapshot import Checkpoint
@@ -35,9 +35,8 @@ _FUSED = {f"{s}_proj.weight": ("qkv_proj", n) for n, s in enumerate("qkv")} | {
 }
 
 
-def is_conversion(folder: Path, elsewhere: Sequence[Path] = ()) -> bool:
-    """Whether the tensors of a folder have mlx-lm's names."""
-    layout = find_layout(folder, elsewhere)
+def is_conversion(layout: Layout) -> bool:
+    """Whether the tensors of these files have mlx-lm's names."""
     stored = layout.weight_map or read_header(next(iter(layout.shards.values()))).tensors
     return any(".switch_mlp." in name or ".qkv_conv." in name or ".embed_q." in name for name in stored)
 
@@ -47,8 +46,9 @@ def open_checkpoint(folder: Path, elsewhere: Sequence[Path] = ()) -> Checkpoint:
 
     Shards that are not in the folder may be in those `elsewhere`.
     """
-    kind = MlxLmCheckpoint if is_conversion(folder, elsewhere) else Checkpoint
-    return kind.open(folder, elsewhere=elsewhere)
+    layout = find_layout(folder, elsewhere)
+    kind = MlxLmCheckpoint if is_conversion(layout) else Checkpoint
+    return kind.open(folder, elsewhere=elsewhere, layout=layout)
 
 
 class MlxLmCheckpoint(Checkpoint):
@@ -65,7 +65,11 @@ class MlxLmCheckpoint(Checkpoint):
 
     @classmethod
     def open(
-        cls, folder: str | Path, config: ModelConfig | None = None, elsewhere: Sequence[Path] = ()
+        cls,
+        folder: str | Path,
+        config: ModelConfig | None = None,
+        elsewhere: Sequence[Path] = (),
+        layout: Layout | None = None,
     ) -> MlxLmCheckpoint:
         """Read every header and check it against the configuration; reads no tensor data.
 
@@ -74,7 +78,7 @@ class MlxLmCheckpoint(Checkpoint):
         folder = Path(folder)
         config = config or _read_config(folder)
         findings = Findings()
-        infos, stamps = _read_headers(folder, elsewhere, findings)
+        infos, stamps = _read_headers(layout or find_layout(folder, elsewhere), findings)
         stored = _Conversion(infos, config, findings)
         findings.raise_if_any()
         config = replace(config, experts_are_mxfp4=stored.mxfp4)
@@ -204,12 +208,10 @@ def _squeezed(info: TensorInfo) -> TensorInfo:
     return info._replace(shape=info.shape[1:])
 
 
-def _read_headers(
-    folder: Path, elsewhere: Sequence[Path], findings: Findings
-) -> tuple[dict[str, TensorInfo], dict[Path, FileStamp]]:
+def _read_headers(layout: Layout, findings: Findings) -> tuple[dict[str, TensorInfo], dict[Path, FileStamp]]:
     infos: dict[str, TensorInfo] = {}
     stamps: dict[Path, FileStamp] = {}
-    for shard, path in find_layout(folder, elsewhere).shards.items():
+    for shard, path in layout.shards.items():
         check_link(path.parent, path)
         if not path.exists():
             findings.add(f"{path}: shard missing ({shard})")

@@ -20,6 +20,7 @@ PREFIX = "language_model."
 SKIPPED_FAMILIES = ("vision_tower.", "mm_projector.", "mtp.", "model.mtp.", "mtp_", "model.mtp_")
 A_LOG_ENTRIES = 128  # the released files pad A_log to this many entries
 MXFP4_GROUP = 32
+EXPERTS = ".block_sparse_moe.experts."  # between the number of the layer and that of a routed expert
 
 # A float tensor may be stored in any of three formats; the first is the one of the released files.
 BF16 = ("BF16", "F16", "F32")
@@ -65,7 +66,7 @@ def layer_prefix(layer: int) -> str:
 
 
 def expert_prefix(layer: int, expert: int) -> str:
-    return f"model.layers.{layer}.block_sparse_moe.experts.{expert}."
+    return f"model.layers.{layer}{EXPERTS}{expert}."
 
 
 def expert_parts(config: "ModelConfig", mxfp4: bool) -> dict[str, TensorSpec]:

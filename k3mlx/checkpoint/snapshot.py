@@ -18,6 +18,7 @@ from k3mlx.errors import ModelFilesError
 from . import mxfp4, names
 from .census import Census, take_census
 from .files import FilePool
+from .layout import Layout
 from .quantized import QuantizedInfo, dequantize
 from .safetensors import NUMPY_DTYPES, FileStamp, TensorInfo
 from .stored import DERIVED
@@ -63,18 +64,22 @@ class Checkpoint:
 
     @classmethod
     def open(
-        cls, folder: str | Path, config: ModelConfig | None = None, elsewhere: Sequence[Path] = ()
+        cls,
+        folder: str | Path,
+        config: ModelConfig | None = None,
+        elsewhere: Sequence[Path] = (),
+        layout: Layout | None = None,
     ) -> "Checkpoint":
         """Take a census of `folder` and open it; `config` is read from it unless given.
 
-        Shards that are not in it may be in the folders `elsewhere`.
+        Shards that are not in it may be in the folders `elsewhere`. layout: what `find_layout` has said of them.
 
         Raises ModelFilesError with a line for each finding (see `census.take_census`). Reads no tensor data.
         """
         folder = Path(folder)
         if config is None:
             config = load_config(folder)
-        return cls(folder, config, take_census(folder, config, elsewhere))
+        return cls(folder, config, take_census(folder, config, elsewhere, layout))
 
     def close(self) -> None:
         """Close the files, after waiting for reads in progress. Later reads raise K3Error."""
@@ -113,7 +118,7 @@ class Checkpoint:
         """
         quantized = self.quantized.get(name)
         if quantized is not None:
-            return self._decoded(quantized, dtype)
+            return self.decoded(quantized, dtype)
         info = self.tensors[name]
         if info.dtype == "BF16" and np.dtype(dtype) == np.float32:
             values = self._load_bf16(info)
@@ -173,7 +178,8 @@ class Checkpoint:
             raise ModelFilesError(f"{path}: layer {layer}, expert {expert}: {error}") from None
         return w1, w2, w3
 
-    def _decoded(self, info: QuantizedInfo, dtype: DTypeLike) -> NDArray:
+    def decoded(self, info: QuantizedInfo, dtype: DTypeLike) -> NDArray:
+        """The values of a quantised matrix of these files, or of some rows of it."""
         codes, scales, biases = self.raw_parts(info)
         if scales.dtype != np.uint8:
             scales = self.widen(scales, dtype)
