@@ -23,6 +23,7 @@ from . import names
 from .census import Census
 from .findings import Findings
 from .layout import Layout, check_link, find_layout
+from .overlay import is_overlay, open_overlay
 from .quantized import QuantizedInfo, rows_of
 from .safetensors import FileStamp, TensorInfo, read_header
 from .snapshot import Checkpoint
@@ -42,10 +43,12 @@ def is_conversion(layout: Layout) -> bool:
 
 
 def open_checkpoint(folder: Path, elsewhere: Sequence[Path] = ()) -> Checkpoint:
-    """The checkpoint in a folder, as released or as converted by mlx-lm. Raises ModelFilesError.
+    """The checkpoint in a folder, as released, as converted by mlx-lm, or an overlay. Raises ModelFilesError.
 
     Shards that are not in the folder may be in those `elsewhere`.
     """
+    if is_overlay(folder):
+        return open_overlay(folder, elsewhere)
     layout = find_layout(folder, elsewhere)
     kind = MlxLmCheckpoint if is_conversion(layout) else Checkpoint
     return kind.open(folder, elsewhere=elsewhere, layout=layout)
