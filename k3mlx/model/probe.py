@@ -11,6 +11,8 @@ from importlib.metadata import version
 import mlx.core as mx
 import numpy as np
 
+from k3mlx.devices import gpu_kind
+
 
 def surprises() -> list[str]:
     """A line for everything that is not as it was in the versions this package was made with."""
@@ -49,6 +51,8 @@ def _slices() -> str | None:
 
 
 def _written_in_place() -> str | None:
+    if gpu_kind(mx) == "cuda":  # known to copy the buffer, a layer's at a time: memory for one more of them
+        return None
     rows = mx.zeros((1 << 12, 16))
     new = mx.ones((2, 16))
     mx.eval(rows, new)
@@ -66,12 +70,11 @@ def _written_in_place() -> str | None:
 
 
 def _mxfp4_words() -> str | None:
-    codes = mx.array(np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, np.uint8)).view(
-        mx.uint32
-    )[None]
-    codes, scales = mx.repeat(codes, 32, axis=0), mx.full((32, 1), 126, mx.uint8)
-    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6] * 2
-    got = mx.quantized_matmul(mx.eye(32), codes, scales, mode="mxfp4", group_size=32, bits=4)[:, 0]
+    # rows of 64: CUDA has no product for shorter ones
+    row = np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 4, np.uint8)
+    codes, scales = mx.array(np.tile(row, (64, 1))).view(mx.uint32), mx.full((64, 2), 126, mx.uint8)
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6] * 4
+    got = mx.quantized_matmul(mx.eye(64), codes, scales, mode="mxfp4", group_size=32, bits=4)[:, 0]
     return _check(got.tolist() == [v / 2 for v in values], "mxfp4 codes have other values")
 
 
