@@ -186,7 +186,11 @@ class Engine:
         return session
 
     def report(self) -> dict[str, Any]:
-        """Counts and times since loading; byte counts are integers, times seconds."""
+        """Counts and times since loading; byte counts are integers, times seconds.
+
+        On MLX parts that are evaluated together count as one: the router and what a layer before has left
+        undone as `attention`.
+        """
         counters, seconds = self.counters, self.clock.seconds
         experts = self.backend.experts_report()
         wait = experts["wait_seconds"]
@@ -200,11 +204,9 @@ class Engine:
             "seconds": {
                 "prefill": counters.prefill_seconds,
                 "decode": counters.decode_seconds,
-                "attention": seconds.get("attention", 0.0),
+                **{part: seconds.get(part, 0.0) for part in ("attention", "router", "mlp", "head", "other")},
                 "experts": seconds.get("experts", 0.0) - wait,
                 "expert_wait": wait,
-                "head": seconds.get("head", 0.0),
-                "other": seconds.get("other", 0.0),
             },
             "peak_memory_bytes": peak_memory_bytes(),
             "prefill_chunk": self.prefill_step_size,

@@ -215,10 +215,10 @@ def test_report_counts(engine):
     assert (report["prompt_tokens"], report["decode_steps"], report["generated_tokens"]) == (7, 2, 0)
     assert (report["backend"], report["device"], report["dtype"]) == ("numpy", "cpu", "float32")
     assert report["seconds"].keys() == {
-        "prefill", "decode", "attention", "experts", "expert_wait", "head", "other",
+        "prefill", "decode", "attention", "router", "mlp", "experts", "expert_wait", "head", "other",
     }  # fmt: skip
     assert all(value >= 0 for value in report["seconds"].values())
-    inside = sum(report["seconds"][part] for part in ("attention", "experts", "expert_wait", "head", "other"))
+    inside = sum(value for part, value in report["seconds"].items() if part not in ("prefill", "decode"))
     assert inside <= report["seconds"]["prefill"] + report["seconds"]["decode"] + 1e-3
     assert {part["part"]: part["calls"] for part in report["parts"]}["attn_res_mix"] == 3 * 9
     assert type(report["experts"]["bytes_read"]) is int

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,12 +69,16 @@ class Entry:
 
 @dataclass
 class ExpertCounters:
-    """What the cache did. Byte counts are payload bytes of whole experts."""
+    """What the cache did. Byte counts are payload bytes of whole experts.
+
+    read_seconds: in which at least one expert was on its way; wait_seconds: in which somebody waited for one.
+    """
 
     hits: int = 0
     misses: int = 0
     bytes_read: int = 0
     wait_seconds: float = 0.0
+    read_seconds: float = 0.0
     evictions: int = 0
     prefetch_useful_bytes: int = 0
     prefetch_wasted_bytes: int = 0
@@ -111,6 +116,7 @@ class ExpertStore:
         self._allocated = 0
         self._closed = False
         self.reading = 0  # entries being filled, for anyone
+        self._reading_since = 0.0
         self._warm: list[Key] = []
         config = checkpoint.config
         self.lookahead = Lookahead(self.options.lookahead, 2 * config.num_experts_per_token)
@@ -275,6 +281,8 @@ class ExpertStore:
             return None
         entry = self._entries[key] = Entry(key, memory, self.layout.place(*key), urgency)
         self._policy.insert(key)
+        if not self.reading:
+            self._reading_since = perf_counter()
         self.reading += 1
         position = (rank, *entry.placement.position)
         entry.job = self.pool.submit(lambda job: self._fill(entry, job), urgency, position)
@@ -380,9 +388,14 @@ class ExpertStore:
 
     def _drop_unread(self, entry: Entry) -> None:
         """Free the slot of an entry whose read was cancelled before it began."""
-        self.reading -= 1
+        self._read_ended()
         entry.speculative = False
         self._remove(entry)
+
+    def _read_ended(self) -> None:
+        self.reading -= 1
+        if not self.reading:
+            self.counters.read_seconds += perf_counter() - self._reading_since
 
     def _abandon(self, entry: Entry) -> None:
         """Let go of an expert that was read ahead in vain, whatever the state of its read."""
@@ -409,7 +422,7 @@ class ExpertStore:
             if isinstance(error, ReadGivenUp) and entry.wanted:
                 entry.job = self.pool.submit(lambda again: self._fill(entry, again), DEMAND, job.position)
                 return
-            self.reading -= 1
+            self._read_ended()
             entry.job = None
             if error is None:
                 entry.state = READY

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -35,6 +35,7 @@ from .slots import MlxSlots
 from .state import State
 from .weights import Loader
 
+T = TypeVar("T")
 DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 CACHE_BYTES = 1 << 30  # freed buffers that MLX may keep, unless a plan says otherwise
 
@@ -144,12 +145,14 @@ class MlxBackend:
         return self.model.layers.report()
 
     def runtime_report(self) -> dict[str, Any]:
-        """Versions, whether products may use 10-bit mantissas, MLX's own memory; `device` of the reports is
-        where the dense parts run at the end, `first_device` where they began."""
+        """Versions, whether products may use 10-bit mantissas, time in which the host waited for evaluations,
+        MLX's own memory; `device` of the reports is where the dense parts run at the end, `first_device` where
+        they began."""
         return {
             "mlx": version("mlx"),
             "tf32": os.environ.get(TF32) != "0",
             "first_device": self.room.first_kind,
+            "evaluation_seconds": self.room.evaluation_seconds,
             "mlx_active_bytes": mx.get_active_memory(),
             "mlx_peak_bytes": mx.get_peak_memory(),
         }
@@ -163,6 +166,28 @@ class MlxBackend:
 
         OWNER.call(drop, self.watchdog)
         self.store.close()
+
+    def with_model(self, work: Callable[[MlxModel], T]) -> T:
+        """`work(model)` by the thread that owns MLX, for whoever goes through a model by layers.
+
+        Nothing is done again when it fails: what MLX raises comes as K3Error.
+        """
+
+        def run() -> T:
+            if self.model is None:
+                raise K3Error("the engine is closed")
+            self.room.begin()
+            try:
+                return work(self.model)
+            except (K3Error, MemoryError):
+                raise
+            except (RuntimeError, ValueError) as error:
+                raise K3Error(f"mlx on {self.room.kind}: {error}") from error
+            finally:
+                self._slots.give_back()
+
+        result: T = self._call(run)
+        return result
 
     def _call(self, work: Callable[[], Any]) -> Any:
         def run(call: Call) -> Any:

@@ -123,9 +123,10 @@ class MlxModel:
         if self.config.is_moe(layer):
             y = self._moe(x, layer, ffn, prefixed(probe, "moe."), hooks, _arrays(update, partial, x))
         else:
-            hooks.clock.enter("other")
+            hooks.clock.enter("mlp")
             self.room.enter("dense_mlp")
             y = self._mlp(x, ffn, prefixed(probe, "mlp."))
+        hooks.clock.enter("other")
         return Residual(blocks, probe("partial", partial + probe("mlp", y))), update
 
     def formats(self) -> dict[str, str]:
@@ -241,12 +242,13 @@ class MlxModel:
         with request:  # reads are on their way
             for likely in guess:
                 self._store.guess(layer + 1, np.array(likely)[0].tolist())
+            hooks.clock.enter("mlp")
             room.enter("shared_experts")
             shared = self._mlp(x, w, prefixed(probe, "shared."), "shared_experts.")
             mx.async_eval(shared)
             hooks.clock.enter("experts")
             mixed = self._routed(wide, layer, chosen, weights, request)
-        hooks.clock.enter("other")
+        hooks.clock.enter("mlp")
         mixed = probe("mixed", mixed)
         routed = rms_norm(mixed.astype(x.dtype), w["routed_expert_norm"], config.rms_norm_eps)
         up = linear(probe("norm", routed), w["routed_expert_up_proj"])

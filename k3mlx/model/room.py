@@ -11,6 +11,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -61,6 +62,7 @@ class Room:
         self.failures: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.first_kind = kind
+        self.evaluation_seconds = 0.0  # in which the host waited for MLX
         self._first_experts = experts_kind
         self._cpu_streams = cpu_streams
         self._part = "head"
@@ -84,11 +86,12 @@ class Room:
 
     def evaluate(self, what: str, arrays: Sequence[Any], seconds: float) -> None:
         """Wait for `arrays`; after `seconds` the watchdog ends the process, naming `what`."""
-        self._evaluating = True
+        self._evaluating, started = True, perf_counter()
         kernels = ", ".join(self._suspects())
         with self.watchdog.watch(f"{what}{f' (kernels {kernels})' if kernels else ''}", seconds):
             mx.eval(arrays)
         self._evaluating = False
+        self.evaluation_seconds += perf_counter() - started
         self._launched = self._launches()
 
     def recover(self, error: str) -> None:

@@ -132,7 +132,9 @@ class ReferenceModel:
         if config.is_moe(layer):
             y = self._moe(x, layer, weights.ffn, probe, hooks.clock)
         else:
+            hooks.clock.enter("mlp")
             y = self._mlp(x, weights.ffn, prefixed(probe, "mlp."))
+        hooks.clock.enter("other")
         return Residual(blocks, probe("partial", partial + probe("mlp", y))), new
 
     def head(self, residual: Residual, all_logits: bool, hooks: Hooks) -> Array:
@@ -197,17 +199,19 @@ class ReferenceModel:
     def _moe(self, x: Array, layer: int, w: Weights, probe: Probe, clock: Clock) -> Array:
         """Latent mixture of experts on the normed input x [T, D] -> [T, D] (§2.6.2)."""
         config, probe = self.config, prefixed(probe, "moe.")
+        clock.enter("router")
         ids, scores = select_topk(
             probe("logits", x @ w["gate"].T), w["gate.e_score_correction_bias"],
             config.num_experts_per_token, config.routed_scaling_factor,
         )  # fmt: skip
         ids, scores = probe("ids", ids), probe("weights", scores)
         mix = self.experts.start(layer, x, ids, scores)  # they may be read from disk while we go on
+        clock.enter("mlp")
         shared = self._mlp(x, w, prefixed(probe, "shared."), "shared_experts.")
         latent = probe("latent", x @ w["routed_expert_down_proj"].T)
         clock.enter("experts")
         mixed = probe("mixed", mix(latent))
-        clock.enter("other")
+        clock.enter("mlp")
         routed = probe("norm", rms_norm(mixed, w["routed_expert_norm"], config.rms_norm_eps))
         return probe("up", routed @ w["routed_expert_up_proj"].T) + probe("shared", shared)
 

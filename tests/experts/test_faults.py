@@ -155,6 +155,7 @@ def test_a_disk_whose_reads_take_two_seconds(packed_folder, expected, monkeypatc
         np.testing.assert_array_equal(session.feed(PROMPT), expected[0])
         report = engine.report()
         assert report["experts"]["wait_seconds"] > 1.5
+        assert report["experts"]["read_seconds"] >= report["experts"]["wait_seconds"]
         assert report["seconds"]["expert_wait"] == report["experts"]["wait_seconds"]
 
 
