@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from .ops import Matrix, Quantized, linear
 from .state import LatentCache
 
 SCORE_ELEMENTS = 1 << 24  # scores held at once
@@ -65,8 +66,8 @@ def attend(
     q_ext: mx.array,
     cached: mx.array,
     new: mx.array,
-    U: mx.array,
-    O: mx.array,
+    U: Matrix,
+    O: Matrix,
     scale: float,
     span: Span,
 ) -> mx.array:
@@ -90,15 +91,15 @@ def attend_absorbed(
     q_ext: mx.array,
     cached: mx.array,
     new: mx.array,
-    U: mx.array,
-    O: mx.array,
+    U: Matrix,
+    O: Matrix,
     scale: float,
     span: Span,
 ) -> mx.array:
     """`attend` as multi-query attention in the latent space: keys are never expanded."""
     tokens, heads, _ = q_nope.shape
     rank = U.shape[-1]
-    q_latent = q_nope.swapaxes(0, 1) @ U  # [H, T, r]
+    q_latent = linear(q_nope.swapaxes(0, 1), U, transpose=False)  # [H, T, r]
     q = mx.concatenate([q_latent, q_ext.swapaxes(0, 1)], axis=-1).astype(mx.float32) * scale
     q = q.reshape(heads * tokens, -1)  # one matrix product serves all heads, which share the keys
 
@@ -107,7 +108,7 @@ def attend_absorbed(
 
     mixed = _softmax_over_blocks(q, cached, new, heads, block, span)  # [H*T, r]
     mixed = mixed.reshape(heads, tokens, rank).astype(q_nope.dtype)
-    return (mixed @ O.swapaxes(1, 2)).swapaxes(0, 1)
+    return linear(mixed, O).swapaxes(0, 1)
 
 
 def attend_expanded(
@@ -115,20 +116,21 @@ def attend_expanded(
     q_ext: mx.array,
     cached: mx.array,
     new: mx.array,
-    U: mx.array,
-    O: mx.array,
+    U: Matrix,
+    O: Matrix,
     scale: float,
     span: Span,
 ) -> mx.array:
     """`attend` with per-head keys and values of one block of tokens at a time."""
     heads, rank = U.shape[0], U.shape[-1]
     q = mx.concatenate([q_nope, q_ext], axis=-1).swapaxes(0, 1).astype(mx.float32) * scale  # [H, T, n+e]
-    key_map, value_map = U.swapaxes(1, 2).astype(mx.float32), O.swapaxes(1, 2).astype(mx.float32)
+    key_map, value_map = (w if isinstance(w, Quantized) else w.astype(mx.float32) for w in (U, O))
 
     def block(rows: mx.array) -> tuple[mx.array, mx.array]:
-        latent, ext = rows[:, :rank], rows[:, rank:]
-        shared = mx.broadcast_to(ext, (heads, *ext.shape))
-        return mx.concatenate([latent @ key_map, shared], axis=-1), latent @ value_map
+        latent, ext = (
+            mx.broadcast_to(part, (heads, *part.shape)) for part in (rows[:, :rank], rows[:, rank:])
+        )
+        return mx.concatenate([linear(latent, key_map), ext], axis=-1), linear(latent, value_map)
 
     return _softmax_over_blocks(q, cached, new, heads, block, span).swapaxes(0, 1).astype(q_nope.dtype)
 

@@ -18,14 +18,18 @@ from k3mlx.stages import Probe, no_probe
 
 
 class Quantized(NamedTuple):
-    """A matrix [out, in] as MLX's quantised codes; `bits`, `group_size` and `mode` as `mx.quantized_matmul`."""
+    """A matrix [..., out, in] as MLX's quantised codes; `bits`, `group_size` and `mode` as `mx.quantized_matmul`."""
 
-    codes: mx.array  # uint32 [out, in * bits / 32]
-    scales: mx.array  # [out, in / group_size]
+    codes: mx.array  # uint32 [..., out, in * bits / 32]
+    scales: mx.array  # [..., out, in / group_size]
     biases: mx.array | None
     bits: int
     group_size: int
     mode: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.codes.shape[:-1], self.codes.shape[-1] * 32 // self.bits
 
     @property
     def size(self) -> int:
@@ -59,7 +63,10 @@ Weights = dict[str, Any]  # Matrix for a linear map, mx.array for a vector
 
 
 def linear(x: mx.array, w: Matrix, transpose: bool = True) -> mx.array:
-    """x [..., in] times w [out, in] transposed -> [..., out], in the dtype of x (untransposed: w [in, out])."""
+    """x [..., in] times w [out, in] transposed -> [..., out], in the dtype of x (untransposed: w [in, out]).
+
+    Of w with leading axes, such as heads, each matrix is multiplied with its part of x.
+    """
     if isinstance(w, Quantized):
         return mx.quantized_matmul(
             x, w.codes, w.scales, w.biases, transpose=transpose, group_size=w.group_size, bits=w.bits, mode=w.mode

@@ -9,21 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from k3mlx.checkpoint.mlx_lm import MlxLmCheckpoint
 from k3mlx.checkpoint.names import dense_specs, layer_prefix, layer_specs
-from k3mlx.checkpoint.quantized import QuantizedInfo
+from k3mlx.checkpoint.quantized import QuantizedInfo, rows_of
+from k3mlx.checkpoint.safetensors import NUMPY_DTYPES, TensorInfo
 from k3mlx.checkpoint.snapshot import Checkpoint
+from k3mlx.checkpoint.stored import DERIVED
 from k3mlx.on_disk import DiskMatrix
 
 from .ops import Matrix, OnDisk, Quantized, Weights
 
 # parameters that stay float32 whatever the activations are (model specification §3.3, D7)
 KEPT_FLOAT32 = ("_conv1d.weight", ".A_log", ".dt_bias", ".o_norm.weight", ".e_score_correction_bias")
+
+_CODES = {"U32": mx.uint32, "U8": mx.uint8}  # of quantised matrices: parts that keep their dtype
+_HOST = {mx.bfloat16: np.uint16, mx.float32: np.float32, mx.uint32: np.uint32, mx.uint8: np.uint8}
+
+
+class _Rows(NamedTuple):
+    """In a stored matrix [H * both, ...]: rows start to stop of each head's `both`, as an array [H, rows, ...]."""
+
+    both: int
+    start: int
+    stop: int
+
+    def shape(self, stored: TensorInfo) -> tuple[int, ...]:
+        return stored.shape[0] // self.both, self.stop - self.start, *stored.shape[1:]
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,7 @@ class Loader:
         return read
 
     def sketch(self, layer: int) -> LayerWeights:
-        """A layer of arrays of one element, for their names and dtypes. Not for quantised checkpoints."""
+        """A layer of arrays of one element, for their names and dtypes."""
         self._sketching = True
         try:
             return self.layer(layer)
@@ -122,26 +138,26 @@ class Loader:
         if quantized is not None:
             return self._codes(quantized)
         if name.endswith(".A_log"):
-            return self._array(self.checkpoint.load(name, np.float32).shape, self._filler(name), name)
+            shape: tuple[int, ...] = self.checkpoint.load(name, np.float32).shape
+            return self._array(shape, self._filler(name), self._kept_in(name))
         info = self.checkpoint.tensors[name]
         shape = info.shape[1:] if name.endswith("_res_proj.weight") else info.shape
-        return self._array(shape, self._filler(name), name)
+        return self._array(shape, self._filler(name), self._kept_in(name))
 
-    def _codes(self, info: QuantizedInfo) -> Quantized:
-        assert isinstance(self.checkpoint, MlxLmCheckpoint)
-        """A quantised matrix; affine scales and biases take the activation dtype, as MLX computes in theirs."""
-        codes, scales, biases = self.checkpoint.raw_parts(info)
+    def _codes(self, info: QuantizedInfo, part: _Rows | None = None) -> Quantized:
+        """A quantised matrix; affine scales and biases take the activation dtype, as MLX computes in theirs.
 
-        def as_activation(stored: NDArray) -> mx.array:
-            array = _from_host(stored)
-            return array if stored.dtype == np.uint8 else array.astype(self.dtype)
+        part: of a matrix of heads, see `_Rows`.
+        """
 
-        made = Quantized(
-            _from_host(codes), as_activation(scales), None if biases is None else as_activation(biases),
-            info.bits, info.group_size, info.mode,
-        )  # fmt: skip
-        mx.eval([part for part in made[:3] if part is not None])
-        return made
+        def array(stored: TensorInfo) -> mx.array:
+            dtype = _CODES.get(stored.dtype, self.dtype)
+            if part is None:
+                return self._array(stored.shape, lambda out: self._read(stored, out), dtype)
+            return self._array(part.shape(stored), lambda out: self._read_rows(stored, part, out), dtype)
+
+        biases = None if info.biases is None else array(info.biases)
+        return Quantized(array(info.codes), array(info.scales), biases, info.bits, info.group_size, info.mode)
 
     def _taps(self, prefix: str) -> mx.array:
         names = [f"{prefix}self_attn.{stream}_conv1d.weight" for stream in "qkv"]
@@ -151,18 +167,43 @@ class Loader:
             for row, name in zip(out, names, strict=True):
                 self._filler(name)(row)
 
-        return self._array((3, channels, width), fill, names[0])
+        return self._array((3, channels, width), fill, self._kept_in(names[0]))
 
     def _latent_maps(self, name: str) -> Weights:
-        config = self.config
-        heads, nope, m = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
-        stored = self.checkpoint.raw(name).reshape(heads, nope + m, config.kv_lora_rank)
+        config, quantized = self.config, self.checkpoint.quantized.get(name)
+        nope, both = config.qk_nope_head_dim, config.qk_nope_head_dim + config.v_head_dim
+        parts = {"U": _Rows(both, 0, nope), "O": _Rows(both, nope, both)}
+        if quantized is not None:
+            return {key: self._codes(quantized, part) for key, part in parts.items()}
+        info = self.checkpoint.tensors[name]
+        if info.dtype == DERIVED:
+            stored = self.checkpoint.raw(name)
+            return {key: self._slice(stored, part) for key, part in parts.items()}
 
-        def part(rows: slice) -> mx.array:
-            source = stored[:, rows]
-            return self._array(source.shape, lambda out: _convert(source, out), name)
+        def array(part: _Rows) -> mx.array:
+            return self._array(part.shape(info), lambda out: self._read_rows(info, part, out), self.dtype)
 
-        return {"U": part(slice(0, nope)), "O": part(slice(nope, None))}
+        return {key: array(part) for key, part in parts.items()}
+
+    def _slice(self, stored: NDArray, part: _Rows) -> mx.array:
+        source = stored.reshape(-1, part.both, stored.shape[-1])[:, part.start : part.stop]
+        return self._array(source.shape, lambda out: _convert(source, out), self.dtype)
+
+    def _read_rows(self, info: TensorInfo, part: _Rows, out: NDArray) -> None:
+        """Each head's rows, read to where they belong."""
+        for head, rows in enumerate(out):
+            first = head * part.both
+            self._read(rows_of(info, first + part.start, first + part.stop), rows)
+
+    def _read(self, info: TensorInfo, out: NDArray) -> None:
+        """A stored tensor into an array: as it is if it is of that dtype, else widened or rounded."""
+        if NUMPY_DTYPES[info.dtype] == out.dtype:
+            self.checkpoint.read(info, out)
+        else:
+            _convert(self.checkpoint.read(info).reshape(out.shape), out)
+
+    def _kept_in(self, name: str) -> mx.Dtype:
+        return mx.float32 if name.endswith(KEPT_FLOAT32) else self.dtype
 
     def _filler(self, name: str) -> Callable[[NDArray], None]:
         """A function that fills an array (BF16 as uint16) with the tensor's values."""
@@ -171,20 +212,17 @@ class Loader:
         def fill(out: NDArray) -> None:
             if name.endswith(".A_log"):
                 out[...] = checkpoint.load(name, np.float32)
-            elif info.dtype == ("BF16" if out.dtype == np.uint16 else "F32"):
-                checkpoint.raw(name, out)
             else:
-                _convert(checkpoint.raw(name).reshape(out.shape), out)
+                self._read(info, out)
 
         return fill
 
-    def _array(self, shape: tuple[int, ...], fill: Callable[[NDArray], None], name: str) -> mx.array:
-        """An array of the dtype that tensor `name` is kept in, filled by `fill`."""
-        dtype = mx.float32 if name.endswith(KEPT_FLOAT32) else self.dtype
+    def _array(self, shape: tuple[int, ...], fill: Callable[[NDArray], None], dtype: mx.Dtype) -> mx.array:
+        """An array filled by `fill`, which sees bfloat16 as uint16."""
         if self._sketching:
             return mx.zeros(1, dtype)
         if not self.in_place:
-            host = np.empty(shape, np.uint16 if dtype == mx.bfloat16 else np.float32)
+            host = np.empty(shape, _HOST[dtype])
             fill(host)
             array = _from_host(host)
             mx.eval(array)
