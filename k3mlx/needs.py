@@ -86,10 +86,10 @@ def backend_needs(choice: Choice, checkpoint: Checkpoint, dtype: str | None) -> 
         from .model.weights import KEPT_FLOAT32
 
         item, kda_item = (2 if dtype == "bfloat16" else 4), 4
-        dense = dense_bytes(checkpoint, size_in(item, KEPT_FLOAT32))
+        dense = dense_bytes(checkpoint, size_in_codes(checkpoint, item, size_in(item, KEPT_FLOAT32)))
         # a layer's arrays are needed until the next one has been evaluated: three of them at once
-        plain = type(checkpoint) is Checkpoint and choice.device != "cuda"
-        ring = sum(sorted(dense.layers)[-3:]) if plain and len(dense.layers) > 3 else None
+        in_place = choice.device != "cuda"
+        ring = sum(sorted(dense.layers)[-3:]) if in_place and len(dense.layers) > 3 else None
         copies, item = 3, 4  # products of CPU streams are float32
         scratch = mlx_cache_limit
     layout = ExpertLayout(checkpoint)
@@ -130,6 +130,19 @@ def size_in(itemsize: int, kept_float32: tuple[str, ...] = ()) -> SizeOf:
     def size_of(spec: TensorSpec) -> int:
         item = max(4, itemsize) if spec.name.endswith(kept_float32) else itemsize
         return math.prod(spec.shape) * item
+
+    return size_of
+
+
+def size_in_codes(checkpoint: Checkpoint, itemsize: int, others: SizeOf) -> SizeOf:
+    """Sizes with matrices that are stored as codes kept so, their scales and biases in `itemsize` bytes a number."""
+
+    def size_of(spec: TensorSpec) -> int:
+        info = checkpoint.quantized.get(spec.name)
+        if info is None:
+            return others(spec)
+        numbers = sum(math.prod(part.shape) for part in (info.scales, info.biases) if part is not None)
+        return info.codes.nbytes + (numbers if info.mode != "affine" else numbers * itemsize)
 
     return size_of
 
