@@ -236,8 +236,10 @@ class Engine:
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Of the config and of every weight that is a vector (norms, biases, decays)."""
+        """Of the config, of every weight that is a vector (norms, biases, decays) and of what is stored as codes."""
         digest = hashlib.sha256(repr(self.config).encode())
+        for name, matrix in sorted(self._checkpoint.quantized.items()):
+            digest.update(f"{name} {matrix.mode} {matrix.bits} {matrix.group_size}".encode())
         for name, info in sorted(self._checkpoint.tensors.items()):
             if len(info.shape) == 1:
                 digest.update(name.encode() + self._checkpoint.raw(name).tobytes())
