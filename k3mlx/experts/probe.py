@@ -25,6 +25,7 @@ from .slots import ALIGN, NumpySlots
 
 PROBE_EXPERTS = 8  # read in each of the two ways
 PROBE_MIN_BYTES = 1 << 30  # models with fewer bytes of experts are not worth a probe
+FOLIO_MAX = 2 << 20  # the page cache keeps pages in units of up to so many bytes, and drops whole ones only
 DIRECT_BONUS = 1.1  # how much faster the page cache must be to be preferred: its copies cost memory
 
 
@@ -112,6 +113,8 @@ def drop_cached(placements: Sequence[Placement]) -> None:
         for piece in placement.pieces:
             descriptor = os.open(piece.path, os.O_RDONLY)
             try:
-                os.posix_fadvise(descriptor, piece.offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
+                first = max(0, piece.offset - FOLIO_MAX)
+                stop = piece.offset + piece.nbytes + FOLIO_MAX
+                os.posix_fadvise(descriptor, first, stop - first, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
