@@ -97,7 +97,7 @@ class _Count:
         self._missing: list[str] = []  # shards that are not there
         self._damaged: set[str] = set()  # shards without a usable header
         self._rejected: set[str] = set()  # tensors whose entry in a header is already a finding
-        self._misplaced: list[TensorInfo] = []
+        self._misplaced: list[tuple[str, TensorInfo]] = []
         self._present_bytes = 0
         self._named: dict[str, list[str]] = {}  # what the index says is in a shard
         for name, shard in layout.weight_map.items():
@@ -116,8 +116,8 @@ class _Count:
             if self._layout.index_path is None:
                 self.expected = self._expect(header.tensors)
             if not self._take_all(shard, header.tensors):
-                for info in header.tensors.values():
-                    self._place(shard, info)
+                for stored, info in header.tensors.items():
+                    self._place(shard, stored, info)
         self._report_missing_shards()
         self._report_misplaced()
         if not (self._layout.index_path is None and self._damaged):
@@ -126,7 +126,7 @@ class _Count:
     def _header(self, shard: str, path: Path) -> Header | None:
         try:
             check_link(path.parent, path)
-            header = read_header(path, self.findings)
+            header = read_header(path, self.findings, names.PREFIX)
         except FileMissingError:
             self._missing.append(shard)
             return None
@@ -142,26 +142,24 @@ class _Count:
         said = self._named.get(shard, ())
         if len(said) != len(stored) or not all(map(stored.__contains__, said)):
             return False
-        taken = {}
-        for info in stored.values():
-            name = names.strip_prefix(info.name)
+        taken = {info.name: info for info in stored.values()}
+        if len(taken) < len(stored) or not self.tensors.keys().isdisjoint(taken):
+            return False
+        for name, info in taken.items():
             spec = self.expected.find(name)
             if spec is None or info.shape != spec.shape or info.dtype not in spec.dtypes:
                 return False
-            taken[name] = TensorInfo._make((name, *info[1:]))
-        if len(taken) < len(stored) or not self.tensors.keys().isdisjoint(taken):
-            return False
         self.tensors |= taken
         self._present_bytes += sum(info.nbytes for info in taken.values())
         return True
 
-    def _place(self, shard: str, info: TensorInfo) -> None:
-        """File one stored tensor under its name, or say what is wrong with it."""
-        name = names.strip_prefix(info.name)
-        said = self._layout.weight_map.get(info.name)
+    def _place(self, shard: str, stored: str, info: TensorInfo) -> None:
+        """File one tensor, whose name in the file is `stored`, or say what is wrong with it."""
+        name = info.name
+        said = self._layout.weight_map.get(stored)
         earlier = self.tensors.get(name)
         if earlier is not None:
-            self._tell(info, f"is also in {earlier.path.name}")
+            self._tell(info, stored, f"is also in {earlier.path.name}")
             return
         if said is not None:
             self._present_bytes += info.nbytes
@@ -171,24 +169,24 @@ class _Count:
             if why:
                 self.skipped[why] += 1
             else:
-                self._tell(info, "is surplus: the configuration calls for no such tensor")
+                self._tell(info, stored, "is surplus: the configuration calls for no such tensor")
             return
         if self._layout.index_path is not None:
             if said is None:
-                self._tell(info, "is not in the index")
+                self._tell(info, stored, "is not in the index")
                 self._rejected.add(name)
                 return
             if said != shard:
-                self._misplaced.append(info)
+                self._misplaced.append((stored, info))
                 return
         if info.shape != spec.shape and info.shape != spec.short:
-            self._tell(info, f"has shape {list(info.shape)}, expected {list(spec.shape)}")
+            self._tell(info, stored, f"has shape {list(info.shape)}, expected {list(spec.shape)}")
         if info.dtype not in spec.dtypes:
-            self._tell(info, f"has dtype {info.dtype}, expected {' or '.join(spec.dtypes)}")
-        self.tensors[name] = info._replace(name=name)
+            self._tell(info, stored, f"has dtype {info.dtype}, expected {' or '.join(spec.dtypes)}")
+        self.tensors[name] = info
 
-    def _tell(self, info: TensorInfo, what: str) -> None:
-        self.tensor_findings.add(f"{info.path}: tensor {shown(info.name)} {what}")
+    def _tell(self, info: TensorInfo, stored: str, what: str) -> None:
+        self.tensor_findings.add(f"{info.path}: tensor {shown(stored)} {what}")
 
     def _report_missing_shards(self) -> None:
         """One finding each, with its bytes: exact where the index's total tells, else from the shapes."""
@@ -222,14 +220,13 @@ class _Count:
         return f" ({', '.join(map(shown, strays[:3]))} present but not in the index)" if strays else ""
 
     def _report_misplaced(self) -> None:
-        for info in self._misplaced:
-            name = names.strip_prefix(info.name)
-            there = self.tensors.get(name)
+        for stored, info in self._misplaced:
+            there = self.tensors.get(info.name)
             if there is not None:
-                self._tell(info, f"is also in {there.path.name}")
+                self._tell(info, stored, f"is also in {there.path.name}")
             else:
-                self._tell(info, f"is here, but the index says {self._layout.weight_map[info.name]}")
-                self._rejected.add(name)
+                self._tell(info, stored, f"is here, but the index says {self._layout.weight_map[stored]}")
+                self._rejected.add(info.name)
 
     def _report_missing_tensors(self) -> None:
         """Tensors in no file; those of shards that could not be read are not told again."""

@@ -91,7 +91,7 @@ class ExpertLayout:
     def _slot_bytes(self, layer: int) -> int:
         """Enough for any expert of a layer, whose tensors may lie apart: a window for each."""
         widest = 0
-        for expert in range(self.experts):
+        for expert in range(1 if self._checkpoint.mxfp4 else self.experts):  # plain ones may differ in dtype
             tensors = self._checkpoint.expert_tensors(layer, expert).values()
             payload = sum(info.nbytes for info in tensors)
             self.payload = max(self.payload, payload)

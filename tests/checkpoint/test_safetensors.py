@@ -137,6 +137,55 @@ def test_every_problem_is_told(path: Path) -> None:
     assert len(message(path).splitlines()) == 4
 
 
+def compact(header: object) -> bytes:
+    return json.dumps(header, separators=(",", ":")).encode()
+
+
+def test_the_released_form_is_read_as_json_is(path: Path) -> None:
+    """A header without spaces is read another way; one space more makes it JSON like any other."""
+    arrays = {
+        "x.a": np.ones((2, 3), np.float32),
+        "x.ü": np.zeros((), np.uint8),
+        "b": np.ones((0, 4), np.int64),
+    }
+    write_safetensors(path, arrays)
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    quick = read_header(path, prefix="x.")
+    assert [info.name for info in quick.tensors.values()] == ["a", "ü", "b"]
+    assert quick == read_header(path, prefix="x.")
+    write(path, content[8:end].replace(b'"shape":', b'"shape": '), content[end:])
+    slow = read_header(path, prefix="x.")
+    assert list(slow.tensors) == list(quick.tensors) == ["x.a", "x.ü", "b"]
+    for name, info in slow.tensors.items():
+        shift = info.offset - quick.tensors[name].offset
+        assert info._replace(offset=info.offset - shift) == quick.tensors[name]
+        np.testing.assert_array_equal(read_tensor(info), arrays[name], strict=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (compact({"a": entry(0, 3), "b": entry(4, 8)}), "1 bytes before tensor 'b'"),
+        (compact({"a": entry(0, 8), "b": entry(2, 3)}), "overlaps"),
+        (compact({"a": entry(0, 7)}), "1 bytes after"),
+        (compact({"a": entry(0, 9)}), "truncated, 1 bytes are missing"),
+        (compact({"a": entry(0, 8, shape=[True])}), "described as"),
+        (compact({"a": entry(0, 8, shape=[1] * 9)}), "described as"),
+        (compact({"a": entry(0, 8, dtype="F8_E4M3", shape=[8])}), "has dtype 'F8_E4M3'"),
+        (compact({"a": entry(0, 4), "b": entry(4, 8)}).replace(b"b", b"a"), "'a' appears twice"),
+        (compact({"a": entry(0, 4), "b": entry(4, 8)}).replace(b',"b"', b';"b"'), "not valid JSON"),
+        (compact({"a": entry(0, 8)}).replace(b"[8]", b"[08]"), "not valid JSON"),
+        (compact({"a": entry(0, 8)}).replace(b"8]}", b"08]}"), "not valid JSON"),
+        (compact({"a": entry(0, 8)}) + b"}", "not valid JSON"),
+        (compact({"a\n": entry(0, 8)}).replace(b"\\n", b"\n"), "not valid JSON"),
+        (compact({"__metadata__": entry(0, 8)}), "8 bytes after the last tensor"),
+    ],
+)
+def test_the_released_form_with_something_wrong(path: Path, text: bytes, expected: str) -> None:
+    assert re.search(expected, message(write(path, text, bytes(8))))
+
+
 def test_what_is_not_a_file(tmp_path: Path) -> None:
     assert "file not found" in message(tmp_path / "none")
     assert "not a regular file" in message(tmp_path)
