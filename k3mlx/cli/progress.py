@@ -44,6 +44,11 @@ class StatusLine:
         else:
             self._write(text + "\n")
 
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self.erase()
+        self._write(text + "\n")
+
     def erase(self) -> None:
         if self._shown:
             self._write("\r" + " " * self._shown + "\r")
