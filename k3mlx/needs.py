@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import machine
-from .checkpoint.names import TensorSpec, dense_specs, layer_specs
+from .checkpoint.names import KEPT_FLOAT32, TensorSpec, dense_specs, layer_specs
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
 from .dense import stored_sizes
@@ -66,10 +66,12 @@ class Needs:
         return self.dense.total if self.ring is None else min(self.dense.total, self.dense.outer + self.ring)
 
 
-def backend_needs(choice: Choice, checkpoint: Checkpoint, dtype: str | None) -> Needs:
-    """The memory that the chosen backend takes for a model, in terms of bytes."""
+def backend_needs(
+    choice: Choice, checkpoint: Checkpoint, dtype: str | None, context: int = CONTEXT
+) -> Needs:
+    """The memory that the chosen backend takes for a model and a session of `context` tokens, in terms of bytes."""
     config = checkpoint.config
-    context = min(config.max_position_embeddings, CONTEXT)
+    context = min(config.max_position_embeddings, context)
     dtype = dtype or default_dtype(choice)
     if choice.backend == "numpy":
         item = kda_item = 8 if dtype == "float64" else 4
@@ -83,8 +85,6 @@ def backend_needs(choice: Choice, checkpoint: Checkpoint, dtype: str | None) -> 
             return 4 * decoded
 
     else:
-        from .model.weights import KEPT_FLOAT32
-
         item, kda_item = (2 if dtype == "bfloat16" else 4), 4
         dense = dense_bytes(checkpoint, size_in_codes(checkpoint, item, size_in(item, KEPT_FLOAT32)))
         # a layer's arrays are needed until the next one has been evaluated: three of them at once

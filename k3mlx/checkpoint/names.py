@@ -26,6 +26,8 @@ EXPERTS = ".block_sparse_moe.experts."  # between the number of the layer and th
 BF16 = ("BF16", "F16", "F32")
 F32 = ("F32", "BF16", "F16")
 U8 = ("U8",)
+# parameters that stay float32 whatever the activations are (model specification §3.3, D7)
+KEPT_FLOAT32 = ("_conv1d.weight", ".A_log", ".dt_bias", ".o_norm.weight", ".e_score_correction_bias")
 
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.")
 

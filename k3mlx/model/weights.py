@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from k3mlx.checkpoint.names import dense_specs, layer_prefix, layer_specs
+from k3mlx.checkpoint.names import KEPT_FLOAT32, dense_specs, layer_prefix, layer_specs
 from k3mlx.checkpoint.quantized import QuantizedInfo, rows_of
 from k3mlx.checkpoint.safetensors import NUMPY_DTYPES, TensorInfo
 from k3mlx.checkpoint.snapshot import Checkpoint
@@ -23,9 +23,6 @@ from k3mlx.checkpoint.stored import DERIVED
 from k3mlx.on_disk import DiskMatrix
 
 from .ops import Matrix, OnDisk, Quantized, Weights
-
-# parameters that stay float32 whatever the activations are (model specification §3.3, D7)
-KEPT_FLOAT32 = ("_conv1d.weight", ".A_log", ".dt_bias", ".o_norm.weight", ".e_score_correction_bias")
 
 _CODES = {"U32": mx.uint32, "U8": mx.uint8}  # of quantised matrices: parts that keep their dtype
 _HOST = {mx.bfloat16: np.uint16, mx.float32: np.float32, mx.uint32: np.uint32, mx.uint8: np.uint8}
