@@ -37,18 +37,25 @@ def attend(q_nope: Array, q_ext: Array, latent: Array, ext: Array, U: Array, O: 
 def attend_absorbed(
     q_nope: Array, q_ext: Array, latent: Array, ext: Array, U: Array, O: Array, scale: float
 ) -> Array:
-    """`attend` as multi-query attention in the latent space: keys are never expanded."""
+    """`attend` as multi-query attention in the latent space: keys are never expanded.
+
+    All heads share the keys, so their queries are the rows of one matrix: a product a head would read the cache for
+    each of them.
+    """
     tokens, heads, _ = q_nope.shape
-    cached = len(latent)
+    cached, rank = latent.shape
     q_lat = q_nope.transpose(1, 0, 2) @ U  # [H, T, r]
     q_ext = q_ext.transpose(1, 0, 2)  # [H, T, e]
     out = np.empty((heads, tokens, O.shape[1]), q_nope.dtype)
     step = max(1, SCORE_ELEMENTS // (heads * cached))
     for t0 in range(0, tokens, step):
         rows = slice(t0, min(t0 + step, tokens))
-        scores = (q_lat[:, rows] @ latent.T + q_ext[:, rows] @ ext.T) * q_nope.dtype.type(scale)
+        scores = q_lat[:, rows].reshape(-1, rank) @ latent.T
+        scores += q_ext[:, rows].reshape(-1, ext.shape[1]) @ ext.T
+        scores = (scores * q_nope.dtype.type(scale)).reshape(heads, -1, cached)
         scores[:, _future(rows, 0, cached, cached - tokens)] = -np.inf
-        out[:, rows] = (softmax(scores) @ latent) @ O.transpose(0, 2, 1)
+        mixed = softmax(scores).reshape(-1, cached) @ latent
+        out[:, rows] = mixed.reshape(heads, -1, rank) @ O.transpose(0, 2, 1)
     return out.transpose(1, 0, 2)
 
 
