@@ -23,7 +23,8 @@ from . import names
 from .census import Census
 from .findings import Findings
 from .layout import Layout, check_link, find_layout
-from .overlay import is_overlay, open_overlay
+from .manifest import is_overlay
+from .overlay import open_overlay
 from .quantized import QuantizedInfo, rows_of
 from .safetensors import FileStamp, TensorInfo, read_header
 from .snapshot import Checkpoint

@@ -19,7 +19,7 @@ from .options import check_target, note, write_text
 from .progress import StatusLine, duration
 
 if TYPE_CHECKING:
-    from k3mlx.checkpoint.overlay import Manifest
+    from k3mlx.checkpoint.manifest import Manifest
 
 HELP = "quantise the dense weights; experts stay where they are"
 

@@ -21,7 +21,7 @@ from k3mlx.errors import ModelFilesError
 from .affine import quantize
 from .formats import Format
 
-BLOCK = 1 << 18  # weights quantised at a time: a few arrays of 1 MB stay in the cache of a core
+BLOCK = 1 << 20  # weights quantised at a time
 COPIED = 4 << 20  # bytes copied at a time
 
 Entry = tuple[str, str, tuple[int, ...]]  # name, dtype, shape

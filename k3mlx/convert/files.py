@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from k3mlx.checkpoint.overlay import FileIdentity, WrittenFile
+from k3mlx.checkpoint.manifest import FileIdentity, WrittenFile
 from k3mlx.checkpoint.safetensors import ITEMSIZES
 from k3mlx.checkpoint.writer import encode_header, replacing
 
@@ -80,7 +80,7 @@ def write_all(
         try:
             while running:
                 ready, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
-                for future in ready:
+                for future in sorted(ready, key=lambda future: future.exception() is not None):
                     done(running.pop(future), future.result())
                 meter.tell()
         except BaseException:

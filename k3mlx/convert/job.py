@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from k3mlx.checkpoint.layout import check_link, find_layout
-from k3mlx.checkpoint.mlx_lm import is_conversion
-from k3mlx.checkpoint.overlay import (
+from k3mlx.checkpoint.manifest import (
     MANIFEST,
     RELEASED,
     REPACKED,
@@ -29,6 +28,7 @@ from k3mlx.checkpoint.overlay import (
     is_overlay,
     read_manifest,
 )
+from k3mlx.checkpoint.mlx_lm import is_conversion
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.checkpoint.untrusted import parse_json, read_bounded
 from k3mlx.checkpoint.writer import replacing
@@ -99,9 +99,8 @@ class Job:
         self, checkpoint: Checkpoint, dense: Sequence[Target], experts: Sequence[Target]
     ) -> Manifest:
         """Of this job before anything is written."""
-        source = tuple(
-            FileIdentity.of(path) for path in sorted(checkpoint.stamps, key=lambda path: path.name)
-        )
+        shards = {info.path for info in checkpoint.tensors.values()}  # not those with nothing but vision
+        source = tuple(map(FileIdentity.of, sorted(shards, key=lambda path: path.name)))
         folder, layout, holders = self.source, RELEASED, source
         if self.experts_to is not None:
             folder, layout, holders = self.experts_to, REPACKED, tuple(map(Target.identity, experts))
