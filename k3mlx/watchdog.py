@@ -25,7 +25,8 @@ def save_ids(ids: Sequence[int]) -> Path:
     return Path(name)
 
 
-def _end_process(line: str) -> None:
+def end_process(line: str) -> None:
+    """Print a last line and end at once, whatever other threads are waiting for. Exit code 1."""
     print(line, file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -37,7 +38,7 @@ class Watchdog:
     to a caller that still waits.
     """
 
-    def __init__(self, scale: float = 1.0, end: Callable[[str], None] = _end_process) -> None:
+    def __init__(self, scale: float = 1.0, end: Callable[[str], None] = end_process) -> None:
         self.scale = scale
         self.ids: Sequence[int] = ()  # fed before the present pass, to be saved if it never ends
         self._end = end

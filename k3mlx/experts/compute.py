@@ -54,10 +54,16 @@ class NumpyExperts:
         self._look_ahead(layer, x)
 
         def mix(latent: Array) -> Array:
-            with request:
-                return self._mix(latent, ids, weights, layer, request, apart)
+            return self.mix_requested(layer, latent, ids, weights, request, apart)
 
         return mix
+
+    def mix_requested(
+        self, layer: int, latent: Array, ids: NDArray[np.intp], weights: Array, request: Request, apart: bool
+    ) -> Array:
+        """The mixture of the requested experts for a latent [T, L]; of ids [T, k] others are left out."""
+        with request:
+            return self._mix(latent, ids, weights, layer, request, apart)
 
     def _mix(
         self, x: Array, ids: NDArray[np.intp], weights: Array, layer: int, request: Request, apart: bool
@@ -125,7 +131,7 @@ def _sum(x: Array, outputs: Iterable[Output]) -> Array:
 def _sum_apart(x: Array, ids: NDArray[np.intp], outputs: Iterable[Output]) -> Array:
     """The same sum over experts that come in any order: each token's outputs are added by rising id."""
     rank = np.argsort(np.argsort(ids, axis=1), axis=1)  # of each chosen expert among its token's
-    summands = np.empty((ids.shape[1], *x.shape), x.dtype)
+    summands = np.zeros((ids.shape[1], *x.shape), x.dtype)  # of experts that are left out, nothing
     for tokens, slots, output in outputs:
         summands[rank[tokens, slots], tokens] = output
     out = np.zeros_like(x)

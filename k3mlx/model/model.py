@@ -17,8 +17,6 @@ import numpy as np
 from k3mlx.config import ModelConfig
 from k3mlx.dense import LayerRing, stored_sizes
 from k3mlx.errors import K3Error
-from k3mlx.experts.compute import NumpyExperts
-from k3mlx.experts.request import Request
 from k3mlx.experts.store import ExpertStore
 from k3mlx.kernels.plain import router_logits
 from k3mlx.reference.model import Hooks
@@ -26,16 +24,13 @@ from k3mlx.stages import Probe, no_probe, prefixed
 
 from .kda import kda
 from .mla import Span, attend
-from .moe import keeps_apart
 from .ops import Matrix, OnDisk, Quantized, Weights, gated_on, linear, rms_norm, rows, situ_mlp
 from .room import Room
-from .slots import ExpertBytes
+from .routed import RoutedExperts
 from .state import KdaState, LatentCache, LayerState, State, Update
 from .weights import Loader
 
 HEAD_ELEMENTS = 1 << 26  # numbers of the head widened to float32 at once
-DEADLINE_SECONDS = 120.0  # for an evaluation of any size
-PRODUCTS_PER_SECOND = {"cpu": 1e8, "metal": 1e10, "cuda": 1e10}  # far below what any of them does
 
 
 @dataclass(frozen=True)
@@ -60,8 +55,7 @@ class MlxModel:
         self.dtype = loader.dtype
         self.room = room
         self._store = store
-        self._expert_bytes = ExpertBytes()
-        self._numpy_experts = NumpyExperts(store, self.config, np.float32)
+        self._routed = RoutedExperts(store, self.config, room)
         self.outer = loader.outer()
         sizes = stored_sizes(loader.checkpoint)
         self.layers = LayerRing(
@@ -86,7 +80,7 @@ class MlxModel:
         self.room.evaluate(
             "the head",
             [logits, tail],
-            self._deadline(len(ids), self.config.vocab_size * self.config.hidden_size),
+            self.room.deadline(len(ids) * self.config.vocab_size * self.config.hidden_size),
         )
         hooks.clock.enter("other")
         host = np.array(logits)
@@ -228,7 +222,7 @@ class MlxModel:
         latent = probe("latent", linear(x, w["routed_expert_down_proj"]))
         wide = latent.astype(mx.float32)
         weights_read = sum(array.size for array in (*w.values(), *self.layers[layer].attention.values()))
-        seconds = self._deadline(x.shape[0], weights_read)
+        seconds = room.deadline(x.shape[0] * weights_read)
         guess = self._guess(layer, x)
         room.evaluate(
             f"layer {layer}: attention and router", [ids, scores, flags, wide, pending, guess], seconds
@@ -236,9 +230,7 @@ class MlxModel:
         if np.array(flags).any() and not hooks.watched:
             raise K3Error(f"layer {layer}: a router score is NaN: the weights are damaged")
         chosen, weights = np.array(ids), np.array(scores)
-        apart = keeps_apart(chosen, config.routed_expert_hidden_size)
-        self._store.routed(layer, chosen)
-        request = self._store.request(layer, np.unique(chosen).tolist(), in_order=not apart)
+        request = self._routed.request(layer, chosen, np.unique(chosen).tolist())
         with request:  # reads are on their way
             for likely in guess:
                 self._store.guess(layer + 1, np.array(likely)[0].tolist())
@@ -247,9 +239,9 @@ class MlxModel:
             shared = self._mlp(x, w, prefixed(probe, "shared."), "shared_experts.")
             mx.async_eval(shared)
             hooks.clock.enter("experts")
-            mixed = self._routed(wide, layer, chosen, weights, request)
+            summed = self._routed.mix(layer, wide, chosen, weights, request)
         hooks.clock.enter("mlp")
-        mixed = probe("mixed", mixed)
+        mixed = probe("mixed", mx.array(summed))
         routed = rms_norm(mixed.astype(x.dtype), w["routed_expert_norm"], config.rms_norm_eps)
         up = linear(probe("norm", routed), w["routed_expert_up_proj"])
         return probe("up", up) + probe("shared", shared)
@@ -274,27 +266,6 @@ class MlxModel:
             logits = router_logits(x, gate)
         return self.room.kernels.select_topk(probe("logits", logits), bias, count, scaling)
 
-    def _routed(
-        self, latent: mx.array, layer: int, ids: np.ndarray, weights: np.ndarray, request: Request
-    ) -> mx.array:
-        """The weighted sum of routed experts [T, L] float32, in rising order of ids."""
-        config, room = self.config, self.room
-        room.enter("experts")
-        with np.errstate(all="ignore"):  # damaged weights are reported from the logits, once
-            if room.experts is None:
-                request.close()
-                x = np.array(latent)
-                return mx.array(self._numpy_experts.start(layer, x, ids, weights)(x))
-            seconds = self._deadline(
-                ids.size, 3 * config.routed_expert_hidden_size * config.moe_intermediate_size
-            )
-            mixed = room.experts.mix(
-                latent, ids, weights, request, lambda held: self._expert_bytes.matrices(layer, held),
-                config.activation_situ_beta, config.activation_situ_linear_beta,
-                lambda products: room.evaluate(f"layer {layer}: experts", products, seconds),
-            )  # fmt: skip
-        return mx.array(mixed)
-
     def head(self, residual: Residual, all_logits: bool, hooks: Hooks) -> mx.array:
         """Logits [T, V] in float32 of the stream behind the last layer, or of its last token [1, V]."""
         hooks.clock.enter("head")
@@ -310,13 +281,9 @@ class MlxModel:
         probe("output_mix", mixed)
         y = probe("final_norm", y)
         self.room.enter("head")
-        seconds = self._deadline(y.shape[0], self.config.vocab_size * self.config.hidden_size)
+        seconds = self.room.deadline(y.shape[0] * self.config.vocab_size * self.config.hidden_size)
         logits = head(y, outer["lm_head"], lambda block: self.room.evaluate("the head", block, seconds))
         return probe("logits", logits)
-
-    def _deadline(self, tokens: int, products: int) -> float:
-        """Seconds that an evaluation over `tokens` tokens of so many products each may take at the very most."""
-        return DEADLINE_SECONDS + tokens * products / PRODUCTS_PER_SECOND[self.room.kind]
 
 
 def head(y: mx.array, w: Matrix | OnDisk, evaluate: Callable[[list[mx.array]], None]) -> mx.array:

@@ -57,7 +57,9 @@ class ExpertStreams:
         Each expert is applied to all its tokens; a token's sum is in the order of expert ids.
         """
         out = np.zeros((len(ids), x.shape[-1]), np.float32)
-        if self._on_cpu:  # on the host before several threads read it: CUDA moves an array at its first reading there
+        if (
+            self._on_cpu
+        ):  # on the host before several threads read it: CUDA moves an array at its first reading there
             x = mx.array(np.array(x))
         apart = keeps_apart(ids, x.shape[-1])
         outputs: Outputs = {}

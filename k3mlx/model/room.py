@@ -29,6 +29,8 @@ _EXECUTION = re.compile(
     r"Command buffer execution|CUDA error|cuda[A-Z]\w+\(|illegal memory|launch failure", re.I
 )
 _SYNC_TRIES = 20
+DEADLINE_SECONDS = 120.0  # for an evaluation of any size
+PRODUCTS_PER_SECOND = {"cpu": 1e8, "metal": 1e10, "cuda": 1e10}  # far below what any of them does
 
 
 class EndOfRun(K3Error):
@@ -93,6 +95,10 @@ class Room:
         self._evaluating = False
         self.evaluation_seconds += perf_counter() - started
         self._launched = self._launches()
+
+    def deadline(self, products: int) -> float:
+        """Seconds that an evaluation of so many products may take at the very most."""
+        return DEADLINE_SECONDS + products / PRODUCTS_PER_SECOND[self.kind]
 
     def recover(self, error: str) -> None:
         """After a failed step whose arrays have been dropped: leave only paths that may work.
