@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,7 +19,19 @@ if TYPE_CHECKING:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Which model, and how it runs."""
+    """Which model, how it runs, and in how much memory."""
+    group = add_run_options(parser)
+    group.add_argument(
+        "--prefill-step-size",
+        default="auto",
+        metavar="N",
+        help="prompt tokens per pass (default: the largest of 1, 16, 64, ... that memory allows)",
+    )
+    add_streaming_options(parser)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Which model, and what computes it."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model", help="folder or repo id in the local cache (default: the small K3 in the package)"
@@ -56,13 +69,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="threads for experts (default: OMP_NUM_THREADS, else cores)",
     )
-    group.add_argument(
-        "--prefill-step-size",
-        default="auto",
-        metavar="N",
-        help="prompt tokens per pass (default: the largest of 1, 16, 64, ... that memory allows)",
-    )
-    add_streaming_options(parser)
+    return group
 
 
 def add_streaming_options(parser: argparse.ArgumentParser) -> None:
@@ -125,45 +132,35 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int)
 
 
-def open_engine(args: argparse.Namespace, session_memory: int = 0) -> Engine:
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `load` from the flags of `add_model_options`."""
+    names = (
+        "backend", "device", "dtype", "experts_device", "experts_kernel", "cpu_threads", "memory", "expert_cache",
+        "cache_policy", "io_threads", "direct_io", "pipe", "lookahead", "warm_start", "expert_trace", "model_dirs",
+        "prefill_step_size",
+    )  # fmt: skip
+    return {name: getattr(args, name) for name in names}
+
+
+def open_engine(args: argparse.Namespace, session_memory: int = 0, text: bool = True) -> Engine:
     """Load the model that the flags name, and say on stderr what it runs on.
 
-    session_memory: bytes to set aside for sessions that the command keeps.
+    session_memory: bytes to set aside for sessions that the command keeps. text: the command needs the vocabulary.
     """
     from k3mlx.engine import load
 
-    engine = load(
-        args.model,
-        backend=args.backend,
-        device=args.device,
-        dtype=args.dtype,
-        experts_device=args.experts_device,
-        experts_kernel=args.experts_kernel,
-        cpu_threads=args.cpu_threads,
-        memory=args.memory,
-        expert_cache=args.expert_cache,
-        cache_policy=args.cache_policy,
-        io_threads=args.io_threads,
-        direct_io=args.direct_io,
-        pipe=args.pipe,
-        lookahead=args.lookahead,
-        warm_start=args.warm_start,
-        expert_trace=args.expert_trace,
-        model_dirs=args.model_dirs,
-        prefill_step_size=args.prefill_step_size,
-        session_memory=session_memory,
-    )
+    engine = load(args.model, **engine_arguments(args), session_memory=session_memory)
     engine.on_layer = PromptProgress()
     try:
-        _say_what_runs(engine, args.verbose)
+        _say_what_runs(engine, args.verbose, engine.tokenizer.warnings if text else ())
     except BaseException:
         engine.close()
         raise
     return engine
 
 
-def _say_what_runs(engine: Engine, verbose: bool) -> None:
-    for line in (*engine.backend.notes, *engine.tokenizer.warnings):
+def _say_what_runs(engine: Engine, verbose: bool, warnings: Sequence[str]) -> None:
+    for line in (*engine.backend.notes, *warnings):
         note(f"k3mlx: {line}")
     parts = engine.backend.parts_report()
     experts = next(part["format"] for part in parts if part["part"] == "experts")
