@@ -37,13 +37,13 @@ def test_without_a_compiler_it_says_what_is_missing_and_what_that_costs() -> Non
     )
     assert line.level == WARNING
     assert "no C compiler found (cc)" in line.text
-    assert "numpy computes the experts" in line.text
+    assert "30 times slower" in line.text
     assert "install a C compiler" in line.remedy
 
 
 def test_with_a_compiler_the_remedy_is_to_build() -> None:
     line = check_cpu_kernels(CpuKernels(missing="they are not built (x does not exist); run the script"))
-    assert line.text.startswith("they are not built (x does not exist): numpy computes")
+    assert line.text.startswith("they are not built (x does not exist): the numpy backend")
     assert line.remedy == "run the script"
     alone = check_cpu_kernels(CpuKernels(missing="CPU kernels for 'neon' do not run here"))
     assert "neon" in alone.text
