@@ -86,8 +86,8 @@ class Uncompilable:
 class FaultyStreams(ExpertStreams):
     how, failing, step = "none", 0, 0
 
-    def mix(self, x, *arguments):
-        return super().mix(spoil(self.how, x) if self.step == self.failing else x, *arguments)
+    def _outputs(self, x, *arguments):
+        return super()._outputs(spoil(self.how, x) if self.step == self.failing else x, *arguments)
 
 
 def plant(room, where, how, failing):
