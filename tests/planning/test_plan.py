@@ -1,0 +1,180 @@
+"""The plan on paper is the engine's own; hit rates and speeds behave, and hold what has been published."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from k3mlx.checkpoint.mlx_lm import open_checkpoint
+from k3mlx.convert.formats import PARTS, Formats
+from k3mlx.convert.job import Job
+from k3mlx.devices import Choice
+from k3mlx.governor import plan_memory
+from k3mlx.needs import Needs, backend_needs
+from k3mlx.planning import hits, machines, speed
+from k3mlx.planning.outlook import look
+from k3mlx.planning.paper import PaperCheckpoint
+from k3mlx.planning.plan import METAL, Case, best, case, mac_budget, model_needs, sizes
+from k3mlx.planning.released import RELEASED
+from k3mlx.planning.source import describe
+from tests import tiny
+from tests.scripts_at import script
+
+BUDGETS = (1 << 20, 1 << 30, 1 << 40)
+GB = 10**9
+
+
+def values(needs: Needs) -> dict:
+    """Everything of some needs but the process, functions by what they give."""
+    fields = vars(replace(needs, process=0)).copy()
+    for name, arguments in (("activations", (1, 77)), ("scratch", BUDGETS)):
+        fields[name] = [fields[name](argument) for argument in arguments]
+    return fields
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(31)
+    config = tiny.random_config(rng, hidden_size=64, num_hidden_layers=5, intermediate_size=96)
+    return tiny.write_random_model(tmp_path_factory.mktemp("model"), config, rng, dtype="BF16", shards=3)
+
+
+@pytest.mark.parametrize("choice", [Choice("numpy", "cpu"), METAL, Choice("mlx", "cuda")])
+def test_needs_on_paper_are_those_of_the_files(written: Path, choice: Choice) -> None:
+    with open_checkpoint(written) as checkpoint:
+        paper = PaperCheckpoint(checkpoint.config)
+        for context in (8192, 300):
+            expected = backend_needs(choice, checkpoint, None, context)
+            assert values(backend_needs(choice, paper, None, context)) == values(expected)
+
+
+@pytest.mark.parametrize("choice", [Choice("numpy", "cpu"), METAL])
+def test_needs_on_paper_are_those_of_an_overlay(written: Path, tmp_path: Path, choice: Choice) -> None:
+    formats = Formats({part: 8 if part == "head" else 4 for part in PARTS}, 32)
+    Job(written, tmp_path / "overlay", formats, 1, None, ()).run()
+    source = describe(str(tmp_path / "overlay"))
+    with open_checkpoint(tmp_path / "overlay") as checkpoint:
+        assert checkpoint.quantized
+        paper = source.formats["as stored"]
+        assert paper.quantized.keys() == checkpoint.quantized.keys()
+        assert values(backend_needs(choice, paper, None)) == values(backend_needs(choice, checkpoint, None))
+
+
+def test_context_takes_state() -> None:
+    checkpoint = PaperCheckpoint(RELEASED)
+    short, long = (model_needs(METAL, checkpoint, context) for context in (8192, 131_072))
+    assert long.state - short.state == 3 * 2 * 27_648 * (131_072 - 8192)
+    assert model_needs(METAL, checkpoint, 1 << 30).state == model_needs(METAL, checkpoint, 1 << 20).state
+
+
+def test_the_three_budgets() -> None:
+    for checkpoint in describe(None).formats.values():
+        needs = model_needs(METAL, checkpoint, 8192)
+        found = sizes(needs)
+        assert found.smallest < found.resident < found.recommended
+        assert plan_memory(needs, found.resident, None).dense_bytes_per_pass == 0
+        assert plan_memory(needs, found.resident - (1 << 20), None).dense_bytes_per_pass > 0
+        recommended = plan_memory(needs, found.recommended, None)
+        assert recommended.cache >= 2 * 25_829_572_608
+        assert recommended.dense_bytes_per_pass == 0
+
+
+def cases(memory: int, rate: float) -> list[Case]:
+    formats = describe(None).formats
+    return [case(name, c, model_needs(METAL, c, 8192), memory, rate) for name, c in formats.items()]
+
+
+@pytest.mark.parametrize(
+    ("memory", "rate", "chip", "published"),
+    [(64 * GB, 5.0, "M1 Max", (0.29, 0.29)), (128 * GB, 13.6, "M5 Max", (0.28, 0.54))],
+)
+def test_published_measurements_lie_within_the_ranges(
+    memory: int, rate: float, chip: str, published: tuple[float, float]
+) -> None:
+    """Of the budget as such and of the Mac as it is sold."""
+    (mac,) = (mac for mac in machines.MACS if mac.chip == chip)
+    assert mac.disk_rate == rate * GB
+    for budget in (memory, mac_budget(mac)):
+        found = best(cases(budget, rate * GB)).tokens_per_second
+        assert found.low <= published[0]
+        assert found.high >= published[1]
+        assert found.high <= 2.5 * found.low
+
+
+def test_no_range_is_wider_than_it_says() -> None:
+    outlook = look(None, 8192, 16 * GB, None)
+    for place in outlook.macs:
+        for found in place.cases:
+            if found.plan is not None:
+                low, high = found.tokens_per_second
+                assert 0 < low <= high <= speed.WIDEST * low * (1 + 1e-9)
+                assert found.prompt_seconds.low <= found.prompt_seconds.high
+
+
+def test_a_faster_disk_is_faster() -> None:
+    for memory in (20, 64, 400):
+        for slow, fast in pairwise(cases(memory * GB, rate * GB) for rate in (2.0, 6.0, 13.0)):
+            for one, other in zip(slow, fast, strict=True):
+                assert other.tokens_per_second.low > one.tokens_per_second.low
+                assert other.tokens_per_second.high > one.tokens_per_second.high
+                assert other.prompt_seconds.high < one.prompt_seconds.high
+
+
+def test_the_best_format_has_the_most_bits_that_cost_next_to_nothing() -> None:
+    bf16, int8, int4 = cases(128 * GB, 13.6 * GB)
+    assert bf16.tokens_per_second.high < 0.9 * int8.tokens_per_second.high
+    assert 0.9 * int4.tokens_per_second.high < int8.tokens_per_second.high < int4.tokens_per_second.high
+    assert best([bf16, int8, int4]) is int8
+    none = cases(5 * GB, GB)
+    assert all(found.plan is None for found in none)
+    assert best(none).format == "int4"
+
+
+def test_weights_that_do_not_fit_are_paid_at_each_token() -> None:
+    bf16, _, int4 = cases(64 * GB, 5.0 * GB)
+    assert bf16.plan is not None
+    read = bf16.plan.dense_bytes_per_pass
+    assert read > 40 * GB
+    seconds = (25_829_572_608 + read) / (5 * GB) + speed.MAC.other.low
+    assert 1 / bf16.tokens_per_second.high == pytest.approx(seconds)
+    assert int4.tokens_per_second.low > 2 * bf16.tokens_per_second.high
+
+
+def test_a_prompt_reads_each_expert_once_a_pass() -> None:
+    """Distinct experts of the specification's table, and a prompt of two passes and a bit."""
+    assert [round(speed.distinct(RELEASED, n)) for n in (16, 32, 64, 128, 256, 512)] == [
+        224,
+        393,
+        613,
+        807,
+        887,
+        896,
+    ]
+    host = speed.Host(speed.Range(0, 0), speed.Range(0.1, 0.2), "")
+    found = speed.prompt(RELEASED, 1000, 480, 10 * GB, 10 * GB, host)
+    touched = 2 * speed.distinct(RELEASED, 480) + speed.distinct(RELEASED, 40)
+    assert found.low == pytest.approx((92 * touched * 17_547_264 + 3 * 10 * GB) / (10 * GB) + 100)
+    assert found.high == pytest.approx((found.low - 100) / 0.75 + 200)
+
+
+def test_hit_rates() -> None:
+    assert hits.hit_rates(5.9, 896) == (0.0, 0.0)
+    assert hits.hit_rates(896, 896) == (1.0, 1.0)
+    assert hits.hit_rates(20, 20) == (1.0, 1.0)
+    rates = [hits.hit_rates(slots, 896) for slots in np.linspace(6, 895, 300)]
+    for (low, high), (low2, high2) in pairwise(rates):
+        assert 0 <= low <= low2 <= high2 <= 1
+        assert high <= high2
+
+
+@pytest.mark.slow
+def test_the_curves_are_what_the_script_gives() -> None:
+    replay = script("replay_cache")
+    traces = [replay.synthetic(seed, 8, 300) for seed in range(6)]
+    for share, worst, most, optimum in hits._CURVES[[4, 6, 9, 11, 13]]:
+        found = [replay.hit_rates(trace, share) for trace in traces]
+        assert min(rates["lru"] for rates in found) == pytest.approx(worst, abs=6e-4)
+        assert max(rates["lru"] for rates in found) == pytest.approx(most, abs=6e-4)
+        assert min(rates["belady"] for rates in found) == pytest.approx(optimum, abs=6e-4)
