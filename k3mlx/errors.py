@@ -9,6 +9,7 @@ class K3Error(Exception):
     """The run failed. Exit code 1."""
 
     exit_code = 1
+    advice = ""  # a line that says what puts it right, where that does not fit into the message
 
 
 class UsageError(K3Error):

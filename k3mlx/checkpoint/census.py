@@ -15,6 +15,7 @@ from k3mlx.errors import ModelFilesError
 from . import names
 from .findings import LINES_MAX, Findings
 from .layout import Layout, check_link, find_layout
+from .resume import download_command
 from .safetensors import FileStamp, Header, TensorInfo, read_header
 from .untrusted import FileMissingError, shown
 
@@ -43,8 +44,11 @@ def take_census(
     with _collector_paused():
         count = _Count(layout or find_layout(folder, elsewhere), config)
         count.read_shards()
+    by_size = count.tensor_findings.count == 0 and not count.damaged
     count.findings.extend(count.tensor_findings)
-    count.findings.raise_if_any()
+    if count.findings.count:
+        command = download_command(folder, verify=not by_size)
+        count.findings.raise_if_any(advice=f"fetch what is missing or damaged: {command}")
     skipped = [f"{number} tensors skipped: {why}" for why, number in sorted(count.skipped.items())]
     return Census(count.tensors, count.stamps, count.expected.mxfp4, (*count.notes, *skipped))
 
@@ -95,7 +99,7 @@ class _Count:
         self._layout = layout
         self._config = config
         self._missing: list[str] = []  # shards that are not there
-        self._damaged: set[str] = set()  # shards without a usable header
+        self.damaged: set[str] = set()  # shards without a usable header
         self._rejected: set[str] = set()  # tensors whose entry in a header is already a finding
         self._misplaced: list[tuple[str, TensorInfo]] = []
         self._present_bytes = 0
@@ -120,7 +124,7 @@ class _Count:
                     self._place(shard, stored, info)
         self._report_missing_shards()
         self._report_misplaced()
-        if not (self._layout.index_path is None and self._damaged):
+        if not (self._layout.index_path is None and self.damaged):
             self._report_missing_tensors()
 
     def _header(self, shard: str, path: Path) -> Header | None:
@@ -132,7 +136,7 @@ class _Count:
             return None
         except ModelFilesError as error:
             self.findings.add(str(error))
-            self._damaged.add(shard)
+            self.damaged.add(shard)
             return None
         self._rejected |= {names.strip_prefix(name) for name in header.rejected}
         return header
@@ -201,7 +205,7 @@ class _Count:
                 sizes[shard] += spec.nbytes if spec else 0
                 needed[shard] |= names.skip_reason(name, self._config.num_hidden_layers) is None
         total = self._layout.total_size
-        left = 0 if total is None or self._damaged else total - self._present_bytes
+        left = 0 if total is None or self.damaged else total - self._present_bytes
         if left > 0 and len(sizes) == 1:
             sizes = dict.fromkeys(sizes, left)
         about = "" if left == sum(sizes.values()) else "about "
@@ -232,7 +236,7 @@ class _Count:
         """Tensors in no file; those of shards that could not be read are not told again."""
         if len(self.tensors) == self.expected.count:
             return
-        unread = self._damaged.union(self._missing)
+        unread = self.damaged.union(self._missing)
         excused = self._rejected.union(self.tensors)
         excused |= {
             names.strip_prefix(name) for name, shard in self._layout.weight_map.items() if shard in unread

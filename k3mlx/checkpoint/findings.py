@@ -1,6 +1,6 @@
 """What is wrong with some files, told as one error: a line a finding, at most ten, then how many more."""
 
-from k3mlx.errors import ModelFilesError
+from k3mlx.errors import K3Error, ModelFilesError
 
 LINES_MAX = 10
 
@@ -21,7 +21,9 @@ class Findings:
         self.lines = (self.lines + other.lines)[:LINES_MAX]
         self.count += other.count
 
-    def raise_if_any(self) -> None:
+    def raise_if_any(self, kind: type[K3Error] = ModelFilesError, advice: str = "") -> None:
         if self.count:
             more = self.count - len(self.lines)
-            raise ModelFilesError("\n".join(self.lines + ([f"and {more} more"] if more else [])))
+            error = kind("\n".join(self.lines + ([f"and {more} more"] if more else [])))
+            error.advice = advice
+            raise error

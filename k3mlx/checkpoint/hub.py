@@ -9,10 +9,8 @@ from pathlib import Path
 
 from k3mlx.errors import ModelFilesError, UsageError
 
-from .resume import REPO_ID
+from .resume import REPO_ID, SHIPPED
 from .untrusted import reason
-
-SHIPPED = "k3-nano"
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -13,6 +13,8 @@ RECORD_MAX = 50_000_000  # bytes
 RELEASED = "moonshotai/Kimi-K3"
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
+SHIPPED = "k3-nano"  # the model in the package
+
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)")
 
 
@@ -22,6 +24,8 @@ def download_command(folder: Path, verify: bool = False) -> str:
     verify: files may be damaged that have the right size, so all are to be hashed again.
     """
     folder = Path(folder).absolute()
+    if folder.name == SHIPPED and folder.parent.name == "models":
+        return "pip install --force-reinstall --no-deps k3mlx"
     words = [*_command(folder), *(["--verify"] if verify else [])]
     return " ".join(word if word.startswith("HF_HUB_CACHE=") else shlex.quote(word) for word in words)
 

@@ -31,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(args.run(args))
         sys.stdout.flush()
     except K3Error as error:
-        return _failed(str(error), error.exit_code, args.verbose)
+        code = _failed(str(error), error.exit_code, args.verbose)
+        if error.advice:
+            note(f"k3mlx: {error.advice}")
+        return code
     except KeyboardInterrupt:
         note("k3mlx: interrupted")
         return 130

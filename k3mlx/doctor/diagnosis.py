@@ -74,6 +74,7 @@ def _model(options: Options, choice: Choice | None, system: System) -> Iterator[
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from k3mlx.checkpoint.hub import resolve
+    from k3mlx.checkpoint.resume import download_command
     from k3mlx.errors import K3Error
     from k3mlx.experts.warm import user_cache
 
@@ -89,13 +90,13 @@ def _model(options: Options, choice: Choice | None, system: System) -> Iterator[
     folders = [folder, *options.model_dirs]
     places += [("model", path) for path in folders]
     yield from disks.check_disks(disks.look_at_disks(places))
-    complete = files.complete_command(folder)
+    complete = download_command(folder)
     states = files.look_at_files(folders)
     yield from files.check_files(states, complete)
     yield from files.check_partial(files.find_partial(folder), complete)
     opened = files.open_model(folder, options.model_dirs)
     if isinstance(opened, K3Error):
-        verify = files.complete_command(folder, verify=True)
+        verify = download_command(folder, verify=True)
         yield from files.check_census(opened, folder, states, complete, verify)
         yield from _text(folder, files.read_config(folder), complete)
         return

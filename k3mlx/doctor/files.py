@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from k3mlx.checkpoint.hub import SHIPPED
 from k3mlx.checkpoint.layout import check_link
 from k3mlx.checkpoint.mlx_lm import open_checkpoint
-from k3mlx.checkpoint.resume import download_command
+from k3mlx.checkpoint.resume import RECORD
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.checkpoint.untrusted import FileMissingError, reason, stat_file
 from k3mlx.config import ModelConfig, load_config
@@ -25,7 +24,7 @@ from .findings import Finding, fatal, ok, warning
 
 READ, ABSENT, REFUSED, STRAY = "read", "absent", "refused", "stray"  # what can come of opening a file
 MODEL_SUFFIXES = (".safetensors", ".json", ".model")
-PARTIAL = ".incomplete"  # what huggingface_hub calls a file that it has not finished
+PARTIAL = ".incomplete"  # how the name of a file ends that a download has not finished
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def census_line(checkpoint: Checkpoint) -> Finding:
 
 def find_partial(folder: Path) -> list[tuple[Path, int]]:
     """Unfinished downloads that belong to a snapshot: in the blobs of its cache, or below the folder itself."""
-    places = [folder / ".cache" / "huggingface" / "download"]
+    places = [folder / ".cache" / "huggingface" / "download", folder / RECORD.parent]
     if folder.parent.name == "snapshots":
         places.append(folder.parent.parent / "blobs")
     found = []
@@ -128,13 +127,6 @@ def find_partial(folder: Path) -> list[tuple[Path, int]]:
             except OSError:
                 continue  # it has just been finished
     return found
-
-
-def complete_command(folder: Path, verify: bool = False) -> str:
-    """What fetches the files that a folder lacks; verify: also those that are damaged and have the right size."""
-    if folder.name == SHIPPED and folder.parent.name == "models":
-        return "pip install --force-reinstall --no-deps k3mlx"
-    return download_command(folder, verify)
 
 
 def _look_at_file(folder: Path, name: str) -> FileState:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 
+from k3mlx.checkpoint.findings import Findings
 from k3mlx.errors import K3Error, ModelFilesError
 
 from .attempts import Stopped
@@ -19,7 +20,6 @@ from .survey import Entry
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 2.0  # for threads to end what they are writing
-LINES_MAX = 10
 
 
 def settle_all(job: Job, entries: Sequence[Entry], workers: int, watch: Callable[[], None]) -> None:
@@ -58,7 +58,11 @@ def settle_all(job: Job, entries: Sequence[Entry], workers: int, watch: Callable
         watch()
     if fatal:
         raise fatal[0]
-    raise_bad(bad)
+    findings = Findings()
+    for error in bad:
+        findings.add(str(error))
+    damaged = any(isinstance(error, ModelFilesError) for error in bad)
+    findings.raise_if_any(ModelFilesError if damaged else K3Error)
 
 
 def _await(threads: Sequence[threading.Thread]) -> None:
@@ -66,14 +70,3 @@ def _await(threads: Sequence[threading.Thread]) -> None:
     for thread in threads:
         if thread.is_alive():
             thread.join(max(0.0, end - monotonic()))
-
-
-def raise_bad(bad: Sequence[K3Error]) -> None:
-    """Tell what is wrong with some files as one error of the gravest type; at most ten lines."""
-    if not bad:
-        return
-    lines = [str(error) for error in bad[:LINES_MAX]]
-    if len(bad) > LINES_MAX:
-        lines.append(f"and {len(bad) - LINES_MAX} more")
-    files = any(isinstance(error, ModelFilesError) for error in bad)
-    raise (ModelFilesError if files else K3Error)("\n".join(lines))

@@ -40,6 +40,17 @@ def test_missing_shard_is_one_finding_with_its_bytes(folder: Path) -> None:
     assert findings(folder) == [f"{shard(folder, 2)}: shard missing, {size} bytes"]
 
 
+def test_the_command_that_puts_it_right(folder: Path) -> None:
+    """Hashing all is only asked for where sizes do not tell what is damaged."""
+    size = shard(folder, 2).stat().st_size
+    for cut, flags in ((size - 1, ""), (20, " --verify")):
+        os.truncate(shard(folder, 2), cut)
+        with pytest.raises(ModelFilesError) as caught:
+            Checkpoint.open(folder)
+        command = f"k3mlx download moonshotai/Kimi-K3 --local-dir {folder}{flags}"
+        assert caught.value.advice == f"fetch what is missing or damaged: {command}"
+
+
 def test_missing_shards_share_the_total(folder: Path) -> None:
     """Stored dtypes are the released ones only for experts, so sizes by shape are called approximate."""
     shard(folder, 1).unlink()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from k3mlx.checkpoint.hub import resolve
 from k3mlx.checkpoint.resume import RECORD, download_command
 
 COMMIT = "9f62e4e9fffbd0a83ddd60e1c209d828994b3569"
@@ -55,3 +56,7 @@ def test_a_snapshot_of_another_cache(cache: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "o ther" / "models--org--name" / "snapshots" / COMMIT
     expected = f"HF_HUB_CACHE='{tmp_path}/o ther' k3mlx download org/name --revision {COMMIT}"
     assert download_command(snapshot) == expected
+
+
+def test_the_model_in_the_package_is_not_on_the_hub() -> None:
+    assert download_command(resolve()).startswith("pip install")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from k3mlx.checkpoint.hub import resolve
+from k3mlx.checkpoint.resume import download_command
 from k3mlx.doctor import files
 from k3mlx.doctor.files import (
     ABSENT,
@@ -20,7 +21,6 @@ from k3mlx.doctor.files import (
     check_files,
     check_model,
     check_partial,
-    complete_command,
     find_partial,
     look_at_files,
     open_model,
@@ -142,7 +142,7 @@ def test_a_linked_cache_works_and_its_command_names_repository_and_revision(
     opened = open_model(found, ())
     assert not isinstance(opened, Exception)
     opened.close()
-    assert complete_command(found) == f"k3mlx download org/name --revision {COMMIT}"
+    assert download_command(found) == f"k3mlx download org/name --revision {COMMIT}"
     (found / "config.json").resolve().unlink()
     assert states(found)["config.json"] == ABSENT
 
@@ -161,9 +161,9 @@ def test_unfinished_downloads(tmp_path: Path) -> None:
 
 
 def test_commands(folder: Path) -> None:
-    assert f"--local-dir '{folder}'" in complete_command(folder)
-    assert "--verify" in complete_command(folder, verify=True)
-    assert complete_command(resolve()) == "pip install --force-reinstall --no-deps k3mlx"
+    assert f"--local-dir '{folder}'" in download_command(folder)
+    assert "--verify" in download_command(folder, verify=True)
+    assert download_command(resolve()) == "pip install --force-reinstall --no-deps k3mlx"
 
 
 def test_a_model_that_is_not_there() -> None:
