@@ -172,7 +172,7 @@ class Engine:
         Raises ModelFilesError for a damaged file, UsageError for one of another model.
         """
         header = read_header(Path(path))
-        if header.metadata.get("k3mlx.session") != self._identity():
+        if header.metadata.get("k3mlx.session") != self.identity():
             raise UsageError(f"{path} was saved by another model, backend or dtype; start a new session")
         arrays = {name: read_tensor(info) for name, info in header.tensors.items()}
         stored = arrays.pop("ids", None)
@@ -230,8 +230,9 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _identity(self) -> str:
-        """What a session file must agree with: the model's numbers and weights, the backend and its dtype."""
+    def identity(self) -> str:
+        """What a session file must agree with, or any work that goes on later: the model's numbers and weights, the
+        backend and its dtype."""
         return json.dumps(["2", self._fingerprint, self.backend.name, self.backend.dtype])
 
     @cached_property
@@ -340,7 +341,7 @@ class Session:
         notes = {f"{_NOTE}{name}": text for name, text in self.notes.items()}
         if Path(path).is_dir():
             raise UsageError(f"{path} is a folder, expected the name of a file")
-        metadata = {"k3mlx.session": self.engine._identity(), **notes}
+        metadata = {"k3mlx.session": self.engine.identity(), **notes}
         try:
             write_safetensors(path, {"ids": ids, **arrays}, metadata)
         except OSError as error:

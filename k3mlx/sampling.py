@@ -63,3 +63,9 @@ class Sampler:
         order, probs = order[keep], probs[keep]
         draw = self._rng.random() * probs.sum()
         return int(order[np.searchsorted(np.cumsum(probs)[:-1], draw, side="right")])
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Natural logarithms of the probabilities of logits [..., V], in float64."""
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

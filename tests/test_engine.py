@@ -89,7 +89,7 @@ def test_session_of_another_model_or_dtype_is_refused(engine, byte_model, tmp_pa
     engine.session().save(path)
     with k3mlx.load(byte_model, dtype="float64") as other, pytest.raises(UsageError, match="another model"):
         other.load_session(path)
-    write_safetensors(path, {"ids": np.zeros(1, np.int64)}, {"k3mlx.session": engine._identity()})
+    write_safetensors(path, {"ids": np.zeros(1, np.int64)}, {"k3mlx.session": engine.identity()})
     with pytest.raises(UsageError, match="does not fit this model"):
         engine.load_session(path)
 

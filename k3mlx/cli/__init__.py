@@ -20,7 +20,7 @@ from k3mlx.errors import K3Error
 
 from .options import note
 
-COMMANDS = ("generate", "chat", "serve", "plan", "download", "convert", "doctor", "selftest", "validate")
+COMMANDS = ("generate", "chat", "serve", "plan", "download", "convert", "doctor", "selftest", "validate", "perplexity")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from k3mlx.sampling import log_softmax
+
 NOISE = 6.0  # standard deviations of a row's logit differences that rounding is given
 
 
@@ -72,12 +74,6 @@ def kl_divergence(expected: NDArray, got: NDArray) -> NDArray:
     """KL(softmax(expected) || softmax(got)) of each row, nats."""
     p, q = log_softmax(expected), log_softmax(got)
     return (np.exp(p) * (p - q)).sum(axis=-1)
-
-
-def log_softmax(logits: NDArray) -> NDArray[np.float64]:
-    """Over the last axis, in float64."""
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def _divergence(position: int, expected: NDArray, got: NDArray) -> Divergence:
