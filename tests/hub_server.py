@@ -140,10 +140,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._status(self.server.refused)
         elif path.startswith("/api/models/org/name"):
             self._info(path.removeprefix("/api/models/org/name"))
-        elif path.startswith("/org/name/resolve/") and path.split("/")[4] in self.server.commits:
+        elif path.startswith("/org/name/resolve/") and path.split("/")[4] in {"main", *self.server.commits}:
             self._resolve(path.split("/", 5)[5])
         else:
             self._status(Status(404, (("X-Error-Code", "RepoNotFound"),)))
+
+    do_HEAD = do_GET  # whose bodies are not sent
 
     def _info(self, rest: str) -> None:
         fault = self._fault(INFO)
@@ -192,7 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
         if start:
             headers.append(("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}"))
         self._head(206 if start else 200, headers)
-        self._body(name, _corrupted(data, fault), start, fault)
+        if self.command != "HEAD":
+            self._body(name, _corrupted(data, fault), start, fault)
 
     def _body(self, name: str, data: bytes, start: int, fault: object) -> None:
         end = start + fault.after if isinstance(fault, Cut | Stall) else len(data)
