@@ -81,7 +81,7 @@ def check_files(server: HubServer, folder: Path, *absent: str) -> None:
 
 def part(server: HubServer, folder: Path, size: int | None = None) -> Path:
     """The partial file of the first shard, which has `size` bytes."""
-    path = folder / STATE / f"{sha256(server.files[SHARD])}.incomplete"
+    path = folder / STATE / f"{sha256(server.files[SHARD])}.{sha256(SHARD.encode())[:8]}.incomplete"
     assert size is None or path.stat().st_size == size
     return path
 
@@ -148,6 +148,41 @@ def test_the_cache_without_links_holds_the_files_themselves(
     check_files(server, result.folder, VISION)
     assert not any(p.is_symlink() for p in result.folder.iterdir())
     assert run(request)[0].received == 0
+
+
+@needs_links
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("cached", [True, False])
+def test_files_with_the_same_bytes(
+    server: HubServer,
+    request_: Request,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cached: bool,
+    links: bool,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    if not links:
+        monkeypatch.setattr(Path, "symlink_to", lambda *_: (_ for _ in ()).throw(OSError("not allowed")))
+    server.files[OTHER] = server.files[SHARD]
+    server.files |= {"notes.txt": b"", "empty.txt": b""}
+    request = replace(request_, local_dir=None) if cached else request_
+    result, _ = run(request)
+    check_files(server, result.folder, VISION)
+    assert run(request)[0].received == 0
+    if cached and links:
+        assert len(server.sent_of(SHARD)) + len(server.sent_of(OTHER)) == 1
+
+
+def test_shards_with_the_same_bytes_outside_the_cache(
+    server: HubServer, request_: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    server.files[OTHER] = server.files[SHARD]
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / SHARD).write_bytes(server.files[SHARD])
+    run(replace(request_, local_dir=None, dirs=[tmp_path / "b"]))
+    assert (tmp_path / "b" / OTHER).read_bytes() == server.files[SHARD]
 
 
 # interrupted

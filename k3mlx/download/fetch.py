@@ -46,11 +46,10 @@ class Job(NamedTuple):
         """Make an entry whole, checked and named. Raises K3Error or Stopped."""
         file, place = entry.file, entry.place
         try:
-            if entry.whole and self._is_sound(entry):
-                place.link(file)
-                return
-            set_aside(place, file)
-            self._fetch(file, place)
+            if not (entry.whole and self._is_sound(entry)):
+                set_aside(place, file)
+                self._fetch(file, place)
+            place.link(file, entry.twins)
         except OSError as error:
             raise self._unwritable(error, place, file) from None
 

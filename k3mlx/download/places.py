@@ -7,8 +7,10 @@ part. Owns paths and renames; knows nothing of the network.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .remote import RemoteFile
@@ -31,7 +33,8 @@ class Folder:
         return self.root / file.name
 
     def partial(self, file: RemoteFile) -> Path:
-        return self.root / STATE / f"{file.digest}.incomplete"
+        name = hashlib.sha256(file.name.encode()).hexdigest()[:8]  # two files may have the same bytes
+        return self.root / STATE / f"{file.digest}.{name}.incomplete"
 
     def trusts(self, file: RemoteFile) -> bool:
         """Whether a file of the right size here need not be hashed."""
@@ -42,8 +45,11 @@ class Folder:
         self.stored(file).parent.mkdir(parents=True, exist_ok=True)
         os.replace(self.partial(file), self.stored(file))
 
-    def link(self, file: RemoteFile) -> None:
-        """Nothing: in a folder, a stored file has its name."""
+    def link(self, file: RemoteFile, twins: Sequence[RemoteFile] = ()) -> None:
+        """Copy a stored file for `twins`, files with the same bytes that are not here yet."""
+        for twin in twins:
+            if bytes_of(self.stored(twin)) != twin.size:
+                shutil.copyfile(self.stored(file), self.stored(twin))
 
 
 def cache_root(cache: Path, repo: str) -> Path:
@@ -76,13 +82,18 @@ class CachedRepository:
 
     def publish(self, file: RemoteFile) -> None:
         os.replace(self.partial(file), self.stored(file))
-        self.link(file)
 
-    def link(self, file: RemoteFile) -> None:
-        """Show a stored file in the snapshot; where links are not allowed, move it there."""
-        blob, named = self.stored(file), self.folder / file.name
-        if blob == named:
-            return
+    def link(self, file: RemoteFile, twins: Sequence[RemoteFile] = ()) -> None:
+        """Show a stored file in the snapshot under its name and those of `twins`, files with the same bytes.
+
+        Where links are not allowed it is moved there, and copied for the twins.
+        """
+        for twin in twins:
+            self._link(self.stored(file), self.folder / twin.name, shutil.copyfile)
+        if self.stored(file) != self.folder / file.name:
+            self._link(self.stored(file), self.folder / file.name, os.replace)
+
+    def _link(self, blob: Path, named: Path, instead: Callable[[Path, Path], object]) -> None:
         named.parent.mkdir(parents=True, exist_ok=True)
         target = os.path.relpath(blob, named.parent)
         if named.is_symlink() and os.readlink(named) == target:
@@ -91,7 +102,7 @@ class CachedRepository:
         try:
             named.symlink_to(target)
         except OSError:
-            os.replace(blob, named)
+            instead(blob, named)
 
     def name_revision(self, revision: str, commit: str) -> None:
         """Let `revision` mean this snapshot, for every user of the cache."""

@@ -22,13 +22,17 @@ _ALL_LAYERS = 1 << 60
 
 
 class Entry(NamedTuple):
-    """A wanted file: where it is or goes, how many of its bytes are there, and what is to be done."""
+    """A wanted file: where it is or goes, how many of its bytes are there, and what is to be done.
+
+    twins: files with the same bytes that are stored once with it, as the cache does.
+    """
 
     file: RemoteFile
     place: Place
     here: int  # bytes
     whole: bool
     hash_it: bool  # whole by size, but nobody has checked its content
+    twins: tuple[RemoteFile, ...] = ()
 
     @property
     def missing(self) -> int:
@@ -74,6 +78,7 @@ def survey(
     Raises ResourceError when they do not fit. free: bytes that can be written where a path is.
     """
     files = sorted(files, key=is_shard)  # what is small and needed first comes first
+    files, twins = _apart(files, places[0])
     found = [_find(file, places if is_shard(file) else places[:1], verify) for file in files]
     room = _Room(places, free)
     for entry in filter(None, found):
@@ -85,7 +90,19 @@ def survey(
         room.take(place, file.size)
         placed[file.name] = Entry(file, place, 0, False, False)
     room.check()
-    return [entry or placed[file.name] for file, entry in zip(files, found, strict=True)]
+    entries = [entry or placed[file.name] for file, entry in zip(files, found, strict=True)]
+    return [entry._replace(twins=tuple(twins.get(entry.file.name, ()))) for entry in entries]
+
+
+def _apart(files: list[RemoteFile], main: Place) -> tuple[list[RemoteFile], dict[str, list[RemoteFile]]]:
+    """One file of each that `main` stores in the same place, and the others by that one's name."""
+    first: dict[Path, RemoteFile] = {}
+    twins: dict[str, list[RemoteFile]] = {}
+    for file in files:
+        kept = first.setdefault(main.stored(file), file)
+        if kept is not file:
+            twins.setdefault(kept.name, []).append(file)
+    return list(first.values()), twins
 
 
 def _find(file: RemoteFile, places: Sequence[Place], verify: bool) -> Entry | None:

@@ -54,7 +54,9 @@ def run(server: HubServer, home: Path, *words: str | Path, **more: str) -> subpr
 
 def await_part(process: subprocess.Popen, folder: Path) -> None:
     """Wait until what the server sends of the shard is on disk."""
-    partial = folder / ".k3mlx" / f"{sha256((NANO / SHARD).read_bytes())}.incomplete"
+    partial = (
+        folder / ".k3mlx" / f"{sha256((NANO / SHARD).read_bytes())}.{sha256(SHARD.encode())[:8]}.incomplete"
+    )
     while bytes_of(partial) != LIMIT:
         assert process.poll() is None, "ended before it could be interrupted"
         time.sleep(0.01)
