@@ -25,6 +25,7 @@ from k3mlx.checkpoint.writer import to_bf16
 
 SHRINKS = {4: (1.0, 0.9, 0.8), 8: (1.0,)}  # parts of a group's range that codes are first tried on
 REFINEMENTS = {4: 4, 8: 0}  # times that scale and bias are fitted to the codes, and the codes to them
+LARGEST = 2.0**50  # of a weight: sums of squares stay far from infinity
 _TINY = np.float32(2.0**-126)  # a smaller scale has no usable reciprocal
 
 Floats = NDArray[np.float32]
@@ -40,7 +41,7 @@ class Affine(NamedTuple):
 
 
 def quantize(weights: Floats, bits: int, group_size: int) -> Affine:
-    """The codes of finite weights [R, K], `group_size` a divisor of K and a multiple of 32 / bits."""
+    """The codes of weights [R, K], all at most LARGEST in size, `group_size` a divisor of K and a multiple of 32 / bits."""
     rows, columns = weights.shape
     groups = _Groups(weights.reshape(-1, group_size), bits)
     fit = groups.search(SHRINKS[bits], REFINEMENTS[bits])

@@ -18,7 +18,7 @@ from k3mlx.checkpoint.safetensors import TensorInfo
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.errors import ModelFilesError
 
-from .affine import quantize
+from .affine import LARGEST, quantize
 from .formats import Format
 
 BLOCK = 1 << 20  # weights quantised at a time
@@ -52,7 +52,7 @@ def write_dense(
 ) -> dict[str, float]:
     """Give the data of the tensors to `write`, in order; relative errors |W - W'| / |W| of those with codes.
 
-    Raises ModelFilesError for a weight that is not finite.
+    Raises ModelFilesError for a weight that is not finite or absurdly large.
     """
     errors = {}
     for spec, form in planned:
@@ -72,9 +72,9 @@ def _write_codes(
     error = norm = 0.0
     for block in _blocks(info, BLOCK * info.nbytes // max(1, info.shape[0] * info.shape[1])):
         weights = Checkpoint.widen(checkpoint.read(block), np.float32)
-        if not np.isfinite(weights).all():
+        if not np.abs(weights).max() <= LARGEST:
             raise ModelFilesError(
-                f"{info.path}: tensor '{info.name}' has weights that are not finite: damaged"
+                f"{info.path}: tensor '{info.name}' has weights that are not finite or absurdly large: damaged"
             )
         found = quantize(weights, *form)
         write(found.codes)

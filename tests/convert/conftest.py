@@ -1,0 +1,51 @@
+"""What the tests of conversion share: jobs on small models, and folders compared byte by byte."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import k3mlx
+from k3mlx.convert.formats import PARTS, Formats
+from k3mlx.convert.job import Job
+from tests.tiny import random_config, write_random_model
+
+NANO = Path(k3mlx.__file__).parent / "models" / "k3-nano"
+SIZES = {
+    "num_hidden_layers": 4, "hidden_size": 96, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "num_attention_heads": 3, "intermediate_size": 160, "routed_expert_hidden_size": 64,
+    "moe_intermediate_size": 32, "vocab_size": 67, "max_position_embeddings": 500,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of sizes that groups of 32 and 64 divide, in three shards."""
+    rng = np.random.default_rng(5)
+    config = random_config(rng, **SIZES)
+    return write_random_model(tmp_path_factory.mktemp("source"), config, rng, dtype="BF16", shards=3)
+
+
+def job(source: Path, out: Path, bits: int = 4, workers: int = 2, **options: object) -> Job:
+    return Job(source, out, Formats(dict.fromkeys(PARTS, bits)), workers, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def overlay(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random model with 4 bits, not to be changed."""
+    out = tmp_path_factory.mktemp("overlays") / "four"
+    job(source, out).run()
+    return out
+
+
+def contents(folder: Path, but: Callable[[str], bool] = lambda name: False) -> dict[str, bytes]:
+    """Every file by name, hidden ones too; of the manifest all but where the experts are."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir() if not but(path.name)}
+    if "overlay.json" in found:
+        manifest = json.loads(found["overlay.json"])
+        for place in ("relative", "absolute"):
+            del manifest["experts"][place]
+        found["overlay.json"] = json.dumps(manifest).encode()
+    return found

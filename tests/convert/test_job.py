@@ -1,0 +1,252 @@
+"""Conversions: the same bytes from any number of workers and after any stop, and folders that cannot be used.
+
+Twenty kills of a conversion of any model, such as a slice of real widths:
+    K3MLX_KILL_MODEL=FOLDER python -m pytest -m slow tests/convert/test_job.py
+"""
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from k3mlx.checkpoint.manifest import read_manifest
+from k3mlx.checkpoint.overlay import open_overlay
+from k3mlx.checkpoint.snapshot import Checkpoint
+from k3mlx.convert import dense, files, folders
+from k3mlx.errors import K3Error, ModelFilesError, ResourceError, UsageError
+from tests.checkpoint.damage import rewrite
+
+from .conftest import NANO, contents, job
+
+
+def test_bytes_do_not_depend_on_workers(source, overlay, tmp_path):
+    for workers in (1, 5):
+        out = tmp_path / str(workers)
+        job(source, out, workers=workers).run()
+        assert contents(out) == contents(overlay)
+
+
+def test_only_dense_weights_are_copied(overlay, source):
+    assert set(contents(overlay)) == {"config.json", "overlay.json", *read_manifest(overlay).names}
+    with open_overlay(overlay) as checkpoint:
+        assert {info.path.parent for info in checkpoint.expert_tensors(1, 2).values()} == {source}
+
+
+def test_16_bits_are_the_bits_of_the_source(source, tmp_path):
+    job(source, tmp_path / "same", bits=16).run()
+    with open_overlay(tmp_path / "same") as ours, Checkpoint.open(source) as theirs:
+        assert not ours.quantized
+        assert set(ours.tensors) == set(theirs.tensors)
+        for name in theirs.tensors:
+            np.testing.assert_array_equal(ours.raw(name), theirs.raw(name), err_msg=name)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 7, 30])
+def test_a_run_that_failed_is_gone_on_with(source, overlay, tmp_path, monkeypatch, blocks):
+    """What was finished is kept as it is, the rest is written, and nothing half written stays."""
+    out, left, quantize = tmp_path / "out", [None] * blocks, dense.quantize
+
+    def failing(*arguments):
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left.pop()
+        return quantize(*arguments)
+
+    monkeypatch.setattr(dense, "quantize", failing)
+    with pytest.raises(ResourceError, match=r"disk full; make room and run the same command again"):
+        job(source, out, workers=1).run()
+    kept = {record.name: (out / record.name).stat().st_ino for record in read_manifest(out).files}
+    assert len(kept) < len(read_manifest(out).names)
+    assert bool(kept) == (blocks > 3)  # the first file has two quantised matrices
+    assert not list(out.glob(".*"))
+    with pytest.raises(ModelFilesError, match=rf"{len(kept)} of 5 files have been converted"):
+        open_overlay(out)
+    monkeypatch.undo()
+    job(source, out).run()
+    assert contents(out) == contents(overlay)
+    assert {name: (out / name).stat().st_ino for name in kept} == kept
+
+
+def test_a_file_that_cannot_be_synced_is_not_in_the_manifest(source, tmp_path, monkeypatch):
+    def failing(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files.os, "fsync", failing)
+    with pytest.raises(K3Error, match=r"dense-\S+safetensors: cannot be written \(Input/output error\)"):
+        job(source, tmp_path / "out").run()
+    assert read_manifest(tmp_path / "out").files == ()
+
+
+@pytest.mark.parametrize("damage", ["byte", "cut", "gone"])
+def test_a_finished_file_that_was_damaged_is_written_again(source, overlay, tmp_path, damage):
+    out = Path(shutil.copytree(overlay, tmp_path / "out"))
+    path = out / "dense-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(data if damage == "byte" else data[:-1])
+    job(source, out).run()
+    assert contents(out) == contents(overlay)
+
+
+def test_weights_that_are_not_finite_are_refused(source, tmp_path):
+    copy = Path(shutil.copytree(source, tmp_path / "copy"))
+    shard = next(path for path in sorted(copy.glob("*.safetensors")))
+
+    def damage(tensors):
+        _, array = tensors["language_model.model.layers.0.mlp.up_proj.weight"]
+        array[3, 5] = 0x7F80  # infinity
+
+    rewrite(shard, damage)
+    with pytest.raises(
+        ModelFilesError, match=r"layers\.0\.mlp\.up_proj\.weight' has weights that are not finite"
+    ):
+        job(copy, tmp_path / "out").run()
+
+
+def test_a_run_with_other_settings_or_source_is_refused(source, overlay, tmp_path):
+    with pytest.raises(UsageError, match=r"was begun with bits kda 4.*, not kda 8.*use another folder"):
+        job(source, overlay, bits=8).run()
+    other = Path(shutil.copytree(source, tmp_path / "other"))
+    out = Path(shutil.copytree(overlay, tmp_path / "out"))
+    before = contents(out)
+    rewrite(next(other.glob("*1-of*.safetensors")), in_other_order)
+    with pytest.raises(UsageError, match=r"was begun from another source"):
+        job(other, out).run()
+    assert contents(out) == before
+
+
+def in_other_order(tensors):
+    items = list(tensors.items())[::-1]
+    tensors.clear()
+    tensors.update(items)
+
+
+def test_folders_that_are_something_else_are_left_alone(source, overlay, tmp_path):
+    (tmp_path / "letters.txt").write_text("dear")
+    with pytest.raises(UsageError, match="has other files in it; expected a new folder"):
+        job(source, tmp_path).run()
+    assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]
+    with pytest.raises(UsageError, match="the snapshot itself"):
+        job(source, source).run()
+    with pytest.raises(UsageError, match="is an overlay already"):
+        job(overlay, tmp_path / "out").run()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written to"):
+        job(source, tmp_path / "file").run()
+
+
+def test_two_runs_in_one_folder(source, tmp_path):
+    pytest.importorskip("fcntl")
+    with (
+        folders.claimed(tmp_path / "out", "overlay.json"),
+        pytest.raises(UsageError, match="another conversion is at work"),
+    ):
+        job(source, tmp_path / "out").run()
+    job(source, tmp_path / "out").run()
+
+
+def test_a_disk_that_is_too_small_is_told_before(source, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ResourceError, match=r"are to be written, 1 kB are free; make room for \S+ MB more"):
+        job(source, tmp_path / "out").run()
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_names_with_spaces_and_letters_of_all_kinds(source, overlay, tmp_path):
+    folder = Path(shutil.copytree(source, tmp_path / "Mödel 模型 ünd so"))
+    out = tmp_path / "aus gabe é"
+    job(folder, out).run()
+    assert contents(out) == contents(overlay)
+    with open_overlay(out) as checkpoint:
+        assert next(iter(checkpoint.expert_tensors(1, 0).values())).path.parent == folder
+
+
+def test_nothing_is_written_to_the_source(source, tmp_path):
+    before = {path.name: path.stat() for path in source.iterdir()}
+    folder = source.stat().st_mtime_ns
+    job(source, tmp_path / "out").run()
+    assert {path.name: path.stat().st_mtime_ns for path in source.iterdir()} == {
+        name: status.st_mtime_ns for name, status in before.items()
+    }
+    assert source.stat().st_mtime_ns == folder
+
+
+@pytest.mark.parametrize("own_folder", [False, True])
+def test_repacked_experts(source, overlay, tmp_path, own_folder):
+    """An expert is one read at a whole block; with them the overlay needs the source no more."""
+    out = tmp_path / "out"
+    to = out if own_folder else tmp_path / "experts"
+    folder = Path(shutil.copytree(source, tmp_path / "source"))
+    job(folder, out, experts_to=to).run()
+    shutil.rmtree(folder)
+    with open_overlay(out) as ours, open_overlay(overlay) as theirs:
+        assert set(ours.tensors) == set(theirs.tensors)
+        for layer in range(1, 4):
+            for expert in range(ours.config.num_experts):
+                (span,) = ours.expert_spans(layer, expert)
+                assert span.path == to / f"experts-{layer:05d}.safetensors"
+                assert (span.offset - 4096) % span.nbytes == 0
+                there = ours.load_expert(layer, expert)
+                for mine, other in zip(there, theirs.load_expert(layer, expert), strict=True):
+                    np.testing.assert_array_equal(mine, other)
+
+
+def test_repacking_later_keeps_what_is_converted(source, overlay, tmp_path):
+    out = Path(shutil.copytree(overlay, tmp_path / "out"))
+    inode = (out / "dense-00001.safetensors").stat().st_ino
+    job(source, out, experts_to=tmp_path / "experts").run()
+    assert (out / "dense-00001.safetensors").stat().st_ino == inode
+    with open_overlay(out) as checkpoint:
+        assert checkpoint.expert_tensors(2, 0)["w1.weight_packed"].path.parent == tmp_path / "experts"
+
+
+def killed(model: Path, out: Path, kills: int, longest: float, seed: int) -> int:
+    """Convert with a kill after each of `kills` random times; how many runs were really cut short."""
+    command = [
+        sys.executable,
+        "-m",
+        "k3mlx",
+        "convert",
+        "--model",
+        str(model),
+        "-o",
+        str(out),
+        "--workers",
+        "2",
+    ]
+    moments, cut = random.Random(seed), 0
+    for _ in range(kills):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(moments.uniform(0.1, longest))
+        process.send_signal(signal.SIGKILL)
+        cut += process.wait() == -signal.SIGKILL
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return cut
+
+
+@pytest.mark.skipif(os.name == "nt", reason="SIGKILL")
+def test_killed_and_gone_on_with(source, overlay, tmp_path):
+    killed(source, tmp_path / "out", 2, 1.0, 1)
+    assert contents(tmp_path / "out") == contents(overlay)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="SIGKILL")
+def test_killed_twenty_times(tmp_path):
+    model = Path(os.environ.get("K3MLX_KILL_MODEL", NANO))
+    started = time.monotonic()
+    job(model, tmp_path / "whole").run()
+    longest = max(2.0, (time.monotonic() - started) / 3)
+    assert killed(model, tmp_path / "out", 20, longest, 2) >= 15
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

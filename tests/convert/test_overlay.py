@@ -1,0 +1,155 @@
+"""Opening overlays: experts that moved or changed, manifests and files that are damaged."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from k3mlx.checkpoint.manifest import MANIFEST
+from k3mlx.checkpoint.mlx_lm import open_checkpoint
+from k3mlx.errors import ModelFilesError
+from tests.checkpoint.damage import needs_links
+
+from .conftest import job
+
+
+@pytest.fixture
+def pair(source, overlay, tmp_path):
+    """A source and its overlay in one folder: (source, overlay)."""
+    here = tmp_path / "here"
+    shutil.copytree(source, here / "source")
+    job(here / "source", here / "overlay").run()
+    return here / "source", here / "overlay"
+
+
+def experts_of(folder):
+    with open_checkpoint(folder) as checkpoint:
+        return checkpoint.expert_tensors(1, 0)["w1.weight_packed"].path.parent
+
+
+def error_of(folder):
+    with pytest.raises(ModelFilesError) as caught:
+        open_checkpoint(folder)
+    return str(caught.value)
+
+
+def edit(folder, change):
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_both_moved_together(pair, tmp_path):
+    os.rename(pair[0].parent, tmp_path / "there")
+    assert experts_of(tmp_path / "there" / "overlay") == tmp_path / "there" / "source"
+
+
+def test_the_overlay_moved_alone(pair, tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    os.rename(pair[1], tmp_path / "a" / "b" / "overlay")
+    assert experts_of(tmp_path / "a" / "b" / "overlay") == pair[0]
+
+
+def test_the_source_moved_alone(pair, tmp_path):
+    """The same command with the new place tells the overlay, and converts nothing again."""
+    source, overlay = pair
+    os.rename(source, tmp_path / "new place")
+    error = error_of(overlay)
+    assert f"the experts of this overlay are not at {source}" in error
+    assert f"k3mlx convert --model FOLDER -o {overlay}" in error
+    before = (overlay / "dense-00001.safetensors").stat().st_ino
+    job(tmp_path / "new place", overlay).run()
+    assert experts_of(overlay) == tmp_path / "new place"
+    assert (overlay / "dense-00001.safetensors").stat().st_ino == before
+
+
+@needs_links
+def test_an_overlay_behind_a_link(pair, tmp_path):
+    (tmp_path / "x" / "y").mkdir(parents=True)
+    link = tmp_path / "x" / "y" / "link"
+    link.symlink_to(pair[1], target_is_directory=True)
+    assert experts_of(link) == pair[0]
+
+
+def test_a_shard_in_another_folder(pair, tmp_path):
+    source, overlay = pair
+    shard = sorted(source.glob("*.safetensors"))[1]
+    (tmp_path / "more").mkdir()
+    os.rename(shard, tmp_path / "more" / shard.name)
+    assert f"{shard}: shard missing" in error_of(overlay)
+    with open_checkpoint(overlay, [tmp_path / "more"]) as checkpoint:
+        assert tmp_path / "more" / shard.name in checkpoint.stamps
+
+
+def test_a_source_with_another_header_is_named(pair):
+    source, overlay = pair
+    shard = sorted(source.glob("*.safetensors"))[2]
+    data = shard.read_bytes()
+    shard.write_bytes(data.replace(b'"format":"pt"', b'"format":"np"', 1))
+    assert error_of(overlay) == (
+        f"{shard}: changed since the overlay was made (its header is another); convert again"
+    )
+
+
+def test_a_source_of_another_size_is_named(pair):
+    source, overlay = pair
+    shard = sorted(source.glob("*.safetensors"))[2]
+    size, data = shard.stat().st_size, shard.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    shard.write_bytes(
+        (length + 8).to_bytes(8, "little") + data[8 : 8 + length] + b" " * 8 + data[8 + length :]
+    )
+    assert error_of(overlay) == (
+        f"{shard}: changed since the overlay was made ({size + 8} bytes, expected {size}); convert again"
+    )
+
+
+def test_files_of_the_overlay_that_are_damaged_are_named(pair):
+    _, overlay = pair
+    path = overlay / "dense-00001.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-7])
+    assert f"{path}: truncated, 7 bytes are missing" in error_of(overlay)
+    path.unlink()
+    lines = error_of(overlay).splitlines()
+    assert lines[0] == f"{path}: file not found"
+    assert "tensor 'model.layers.1.input_layernorm.weight' is missing" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(format="k3mlx overlay 99"), "format is 'k3mlx overlay 99', expected"),
+        (lambda m: m.pop("experts"), r"damaged \(KeyError"),
+        (lambda m: m["files"][0].update(name="../secret.safetensors"), "is not the name of a file"),
+        (lambda m: m["experts"]["files"][0].update(name="a/b"), "is not the name of a file"),
+        (lambda m: m["files"].pop(), "4 of 5 files have been converted"),
+        (lambda m: m["files"][2].update(size=5), r"bytes, expected 5; convert again"),
+    ],
+)
+def test_a_damaged_manifest(pair, change, message):
+    edit(pair[1], change)
+    with pytest.raises(ModelFilesError, match=message):
+        open_checkpoint(pair[1])
+
+
+def test_a_repacked_expert_that_is_missing_is_named(source, tmp_path):
+    out = tmp_path / "out"
+    job(source, out, experts_to=out).run()
+    edit(out, lambda m: [m["experts"]["files"].pop(), m["names"].pop(), m["files"].pop()])
+    lines = error_of(out).splitlines()
+    assert lines[0].startswith(
+        "tensor 'model.layers.3.block_sparse_moe.experts.0.w1.weight_packed' is missing"
+    )
+    assert lines[-1].startswith("and ")
+
+
+def test_a_repacked_file_that_changed_is_named(source, tmp_path):
+    job(source, tmp_path / "out", experts_to=tmp_path / "experts").run()
+    path = tmp_path / "experts" / "experts-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert f"{Path(path)}: changed since the overlay was made" in error_of(tmp_path / "out")
+    path.unlink()
+    assert "experts-00002.safetensors: missing" in error_of(tmp_path / "out")
