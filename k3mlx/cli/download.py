@@ -15,7 +15,7 @@ from k3mlx.checkpoint.resume import RELEASED
 from k3mlx.memory import format_size
 
 from .options import check_target, note, write_text
-from .progress import StatusLine, duration
+from .progress import QUIET_SECONDS, StatusLine, duration
 
 if TYPE_CHECKING:
     from k3mlx.download import Meter, Result
@@ -119,19 +119,25 @@ class DownloadProgress:
     def __call__(self, meter: Meter) -> None:
         for text in meter.take_notes():
             self._line.note(text)
-        now = self._clock()
-        self._samples.append((now, meter.received))
-        while len(self._samples) > 2 and self._samples[1][0] <= now - WINDOW_SECONDS:
-            self._samples.popleft()
-        if 0 < meter.done < meter.total and meter.received and self._line.due():
+        if meter.received:
+            self._samples.append((self._clock(), meter.received))
+            self._forget()
+        if meter.done < meter.total and self._span() >= QUIET_SECONDS and self._line.due():
             self._line.show(self._text(meter))
 
     def close(self) -> None:
         self._line.erase()
 
+    def _forget(self) -> None:
+        while len(self._samples) > 2 and self._samples[-1][0] - self._samples[1][0] >= WINDOW_SECONDS:
+            self._samples.popleft()
+
+    def _span(self) -> float:
+        """Seconds that the samples cover; the first is of the first byte."""
+        return self._samples[-1][0] - self._samples[0][0] if self._samples else 0.0
+
     def _text(self, meter: Meter) -> str:
-        (then, had), (now, has) = self._samples[0], self._samples[-1]
-        rate = (has - had) / (now - then) if now > then else 0.0
+        rate = (self._samples[-1][1] - self._samples[0][1]) / self._span()
         left = duration((meter.total - meter.done) / rate) + " left" if rate else "waiting"
         return (
             f"{format_size(meter.done)} of {format_size(meter.total)}, {meter.done / meter.total:.1%},"

@@ -163,9 +163,13 @@ def test_progress_tells_rate_and_time_left() -> None:
     progress = DownloadProgress(out, lambda: now[0])
     meter.total, meter.done = 10**12, 4 * 10**11
     progress(meter)
+    now[0] += 1
+    meter.add(2, received=2)
+    progress(meter)
+    assert out.getvalue() == "", "two bytes say nothing of a rate"
     for _ in range(100):  # a second each at 100 MB/s, after one at 50 GB/s that the window forgets
         now[0] += 1
-        meter.add(50 * 10**9 if now[0] == 51 else 10**8, received=50 * 10**9 if now[0] == 51 else 10**8)
+        meter.add(50 * 10**9 if now[0] == 52 else 10**8, received=50 * 10**9 if now[0] == 52 else 10**8)
         progress(meter)
     left = (10**12 - meter.done) / 10**8
     expected = f"460 GB of 1 TB, 46.0%, 100 MB/s, {int(left // 3600)} h {int(left % 3600 // 60)} min left"
