@@ -127,6 +127,10 @@ def test_the_best_format_has_the_most_bits_that_cost_next_to_nothing() -> None:
     assert bf16.tokens_per_second.high < 0.9 * int8.tokens_per_second.high
     assert 0.9 * int4.tokens_per_second.high < int8.tokens_per_second.high < int4.tokens_per_second.high
     assert best([bf16, int8, int4]) is int8
+    for low, high in ((1.0, 0.8), (0.8, 1.0)):
+        rates = int4.tokens_per_second
+        slower = replace(int8, tokens_per_second=speed.Range(low * rates.low, high * rates.high))
+        assert best([slower, int4]) is int4
     none = cases(5 * GB, GB)
     assert all(found.plan is None for found in none)
     assert best(none).format == "int4"
