@@ -15,14 +15,15 @@ import numpy as np
 from .blas import BlasThreads
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
-from .dense import DenseReader, LayerRing, stored_sizes
+from .dense import LayerRing, stored_sizes
+from .dense_numpy import DenseReader
 from .devices import Choice
 from .errors import ResourceError, UsageError
 from .experts.native import make_experts
 from .experts.options import StreamOptions
 from .experts.store import ExpertStore
 from .governor import MemoryPlan
-from .needs import backend_needs, default_dtype, dense_bytes, mlx_cache_limit, size_in
+from .needs import backend_needs, default_dtype, mlx_cache_limit
 from .on_disk import DiskTensors
 from .reference.model import Hooks, ReferenceModel
 from .reference.state import State
@@ -99,18 +100,18 @@ class NumpyBackend:
         self.store = ExpertStore(checkpoint, expert_cache, streaming)
         item, sizes = np.dtype(dtype), stored_sizes(checkpoint)
         kept = set(range(len(sizes)) if resident is None else resident)
-        most = sum(sorted(dense_bytes(checkpoint, size_in(item.itemsize)).layers)[-1 if thin else -2 :])
-        io = self.store.options.io_threads
-        self._reader = DenseReader(checkpoint, io, self.store.files.direct, limit=most)
+        streamed = [n for n in range(len(sizes)) if n not in kept]
+        io, direct = self.store.options.io_threads, self.store.files.direct
+        self._reader = DenseReader(checkpoint, io, direct, item, streamed, at_once=1 if thin else 2)
         self._ring = LayerRing(
-            lambda layer: (
-                lambda: load_layer(self._reader.layer(layer, item, keep=layer in kept), layer, item)
-            ),
+            lambda layer: lambda: load_layer(self._reader.layer(layer), layer, item),
             sizes,
             kept,
             self._reader.drop,
             ahead=not thin,
         )
+        if not streamed:
+            self._reader.close()
         experts, note = make_experts(experts_kernel, self.store, self.config, item, self._router, cpu_threads)
         self.notes = () if note is None else (note,)
         self._experts_kernel = experts.kernel

@@ -15,6 +15,7 @@ from .checkpoint.names import KEPT_FLOAT32, TensorSpec, dense_specs, layer_specs
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
 from .dense import stored_sizes
+from .dense_reads import staging_bytes
 from .devices import Choice
 from .experts.layout import ExpertLayout
 from .reference.mla import SCORE_ELEMENTS
@@ -66,9 +67,7 @@ class Needs:
         return self.dense.total if self.ring is None else min(self.dense.total, self.dense.outer + self.ring)
 
 
-def backend_needs(
-    choice: Choice, checkpoint: Checkpoint, dtype: str | None, context: int = CONTEXT
-) -> Needs:
+def backend_needs(choice: Choice, checkpoint: Checkpoint, dtype: str | None, context: int = CONTEXT) -> Needs:
     """The memory that the chosen backend takes for a model and a session of `context` tokens, in terms of bytes."""
     config = checkpoint.config
     context = min(config.max_position_embeddings, context)
@@ -76,8 +75,7 @@ def backend_needs(
     if choice.backend == "numpy":
         item = kda_item = 8 if dtype == "float64" else 4
         dense = dense_bytes(checkpoint, size_in(item))
-        largest = sorted(dense.layers)[-2:]
-        ring: int | None = sum(largest) if len(dense.layers) > 2 else None
+        at_once, many = sum(sorted(dense.layers)[-2:]), len(dense.layers) > 2
         copies = 3  # the old state, the new one, a snapshot
         decoded = config.moe_intermediate_size * config.routed_expert_hidden_size * item
 
@@ -88,15 +86,14 @@ def backend_needs(
         item, kda_item = (2 if dtype == "bfloat16" else 4), 4
         dense = dense_bytes(checkpoint, size_in_codes(checkpoint, item, size_in(item, KEPT_FLOAT32)))
         # a layer's arrays are needed until the next one has been evaluated: three of them at once
-        in_place = choice.device != "cuda"
-        ring = sum(sorted(dense.layers)[-3:]) if in_place and len(dense.layers) > 3 else None
+        at_once, many = sum(sorted(dense.layers)[-3:]), choice.device != "cuda" and len(dense.layers) > 3
         copies, item = 3, 4  # products of CPU streams are float32
         scratch = mlx_cache_limit
     layout = ExpertLayout(checkpoint)
     return Needs(
         process=machine.footprint() or 0,
         dense=dense,
-        ring=ring,
+        ring=at_once + staging_bytes(max(dense.stored)) if many else None,
         state=copies * state_bytes(config, context, item, kda_item),
         activations=lambda tokens: activation_bytes(config, tokens, context, item),
         scratch=scratch,

@@ -94,7 +94,10 @@ class MlxBackend:
                 self.watchdog,
                 threads,
             )
-            loader = Loader(checkpoint, DTYPES[dtype], in_place=device != "cuda", thin=thin)
+            loader = Loader(
+                checkpoint, DTYPES[dtype], in_place=device != "cuda", thin=thin,
+                threads=self.store.options.io_threads, direct=self.store.files.direct,
+            )  # fmt: skip
             with mx.stream(room.stream):
                 notes = surprises()
                 model = MlxModel(loader, self.store, room, resident)
@@ -160,7 +163,7 @@ class MlxBackend:
     def close(self) -> None:
         def drop(call: Call) -> None:
             if self.model is not None:
-                self.model.layers.close()
+                self.model.close()
             self.model = None
             mx.clear_cache()
 

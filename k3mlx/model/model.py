@@ -58,10 +58,16 @@ class MlxModel:
         self._routed = RoutedExperts(store, self.config, room)
         self.outer = loader.outer()
         sizes = stored_sizes(loader.checkpoint)
+        kept = set(range(len(sizes)) if resident is None else resident)
+        streamed = [n for n in range(len(sizes)) if n not in kept]
+        if not loader.thin:
+            loader.stream(streamed, lambda: room.evaluations)
         self.layers = LayerRing(
-            loader.begin, sizes, range(len(sizes)) if resident is None else resident, ahead=not loader.thin
+            lambda n: loader.begin(n, lend=n not in kept), sizes, kept, loader.drop, ahead=not loader.thin
         )
-        self._sketch = loader.sketch
+        if not streamed:
+            loader.close()
+        self._loader = loader
 
     def step(
         self, ids: Sequence[int], state: State, all_logits: bool, hooks: Hooks
@@ -123,10 +129,15 @@ class MlxModel:
         hooks.clock.enter("other")
         return Residual(blocks, probe("partial", partial + probe("mlp", y))), update
 
+    def close(self) -> None:
+        """Wait for reads in progress and let go of the layers and their files."""
+        self.layers.close()
+        self._loader.close()
+
     def formats(self) -> dict[str, str]:
         """How the matrices of each part are kept, in the order of the report (the experts' place is empty)."""
         kinds = self.config.layer_kinds
-        layers = [self.layers.resident(n) or self._sketch(n) for n in range(len(kinds))]
+        layers = [self.layers.resident(n) or self._loader.sketch(n) for n in range(len(kinds))]
         found: dict[str, list[Any]] = {
             "kda": [
                 w for n, layer in enumerate(layers) if kinds[n] == "kda" for w in layer.attention.values()

@@ -64,6 +64,7 @@ class Room:
         self.failures: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.first_kind = kind
+        self.evaluations = 0  # that have been waited for
         self.evaluation_seconds = 0.0  # in which the host waited for MLX
         self._first_experts = experts_kind
         self._cpu_streams = cpu_streams
@@ -93,6 +94,7 @@ class Room:
         with self.watchdog.watch(f"{what}{f' (kernels {kernels})' if kernels else ''}", seconds):
             mx.eval(arrays)
         self._evaluating = False
+        self.evaluations += 1
         self.evaluation_seconds += perf_counter() - started
         self._launched = self._launches()
 

@@ -1,42 +1,35 @@
 """The dense weights of a checkpoint as MLX arrays, read from disk straight into their memory.
 
-Keys are the checkpoint's own names without module prefix and `.weight`, as in the reference. A tensor
-stored in the activation dtype is read into its array with no copy between; one that has to be widened or
-rounded passes through one temporary of its own size. Routed experts are not loaded here.
+Keys are the checkpoint's own names without module prefix and `.weight`, as in the reference. All tensors of a
+layer are read at once, in pieces, and widened or rounded as they come. Routed experts are not loaded here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from k3mlx.checkpoint.names import KEPT_FLOAT32, dense_specs, layer_prefix, layer_specs
-from k3mlx.checkpoint.quantized import QuantizedInfo, rows_of
-from k3mlx.checkpoint.safetensors import NUMPY_DTYPES, TensorInfo
+from k3mlx.checkpoint.quantized import QuantizedInfo
+from k3mlx.checkpoint.safetensors import TensorInfo
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.checkpoint.stored import DERIVED
+from k3mlx.dense_memory import padded
+from k3mlx.dense_reads import DenseReads, Put, Read, Work, convert, into
 from k3mlx.on_disk import DiskMatrix
 
 from .ops import Matrix, OnDisk, Quantized, Weights
+from .region import HOST, Region
 
 _CODES = {"U32": mx.uint32, "U8": mx.uint8}  # of quantised matrices: parts that keep their dtype
-_HOST = {mx.bfloat16: np.uint16, mx.float32: np.float32, mx.uint32: np.uint32, mx.uint8: np.uint8}
+_LAYERS_AT_ONCE = 3  # in memory: one in use, one whose last work may not have been evaluated, one being read
 
-
-class _Rows(NamedTuple):
-    """In a stored matrix [H * both, ...]: rows start to stop of each head's `both`, as an array [H, rows, ...]."""
-
-    both: int
-    start: int
-    stop: int
-
-    def shape(self, stored: TensorInfo) -> tuple[int, ...]:
-        return stored.shape[0] // self.both, self.stop - self.start, *stored.shape[1:]
+Fill = Callable[[Work, Sequence[NDArray]], None]  # adds what fills these arrays (BF16 as uint16)
 
 
 @dataclass(frozen=True)
@@ -52,47 +45,97 @@ class Loader:
     """Reads tensors of a checkpoint into MLX arrays of `dtype`, or float32 where they are kept so.
 
     in_place: read into the array's own memory (not on CUDA, where a host view would move it for good). thin:
-    embedding and head stay on disk.
+    embedding and head stay on disk. threads, direct: of the reads. Called by the thread that owns MLX.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype, in_place: bool, thin: bool = False) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: mx.Dtype,
+        in_place: bool,
+        thin: bool = False,
+        threads: int = 1,
+        direct: bool = False,
+    ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
         self.dtype = dtype
         self.in_place = in_place
         self.thin = thin
-        self._later: list[Callable[[], None]] | None = None  # reads put off, while `begin` makes a layer
-        self._sketching = False
+        self._reads = DenseReads(checkpoint.stamps, threads, direct)
+        self._work = Work()  # of the arrays that have been made and not filled
+        self._region: Region | None = None
+        self._lending: int | None = None  # the layer being made, if it is to lie in the region
+        self._sketched: int | None = None  # bytes, while arrays are only sketched
 
-    def begin(self, layer: int) -> Callable[[], LayerWeights]:
-        """Make the arrays of a layer; the result, which any thread may call, reads their contents into them."""
+    def stream(self, layers: Collection[int], evaluations: Callable[[], int]) -> None:
+        """Have a region for these layers, which are read at each use; `evaluations` counts those waited for."""
+        if self.in_place and layers:
+            sizes = sorted(map(self._size, layers))
+            self._region = Region(sum(sizes[-_LAYERS_AT_ONCE:]), evaluations)
+
+    def begin(self, layer: int, lend: bool = False) -> Callable[[], LayerWeights]:
+        """Make the arrays of a layer; the result, which any thread may call, reads their contents into them.
+
+        lend: from the region, until `drop`.
+        """
         if not self.in_place:
             return lambda: self.layer(layer)
-        reads = self._later = []
-        try:
-            weights = self.layer(layer)
-        finally:
-            self._later = None
+        self._lending = layer if lend else None
+        weights, work = self._layer(layer), self._take_work()
 
         def read() -> LayerWeights:
-            for fill in reads:
-                fill()
+            self._reads.run(work)
             return weights
 
         return read
 
+    def layer(self, layer: int) -> LayerWeights:
+        """One layer without its routed experts.
+
+        The three convolutions become one entry `taps` [3, P, W], `kv_b_proj` its key maps `U` [H, n, r] and
+        value maps `O` [H, m, r]; mixing queries stored as [1, D] become [D].
+        """
+        self._lending = None
+        weights = self._layer(layer)
+        self._reads.run(self._take_work())
+        return weights
+
+    def drop(self, layer: int) -> None:
+        """Nobody will build on this layer any more: its part of the region is free after one more evaluation."""
+        if self._region is not None:
+            self._region.drop(layer)
+
+    def close(self) -> None:
+        """Let go of threads and files; more reads have them anew."""
+        self._reads.close()
+
     def sketch(self, layer: int) -> LayerWeights:
         """A layer of arrays of one element, for their names and dtypes."""
-        self._sketching = True
+        self._sketched = 0
         try:
-            return self.layer(layer)
+            return self._layer(layer)
         finally:
-            self._sketching = False
+            self._sketched = None
+
+    def _size(self, layer: int) -> int:
+        """Bytes of a layer in the region."""
+        self._sketched = 0
+        try:
+            self._layer(layer)
+            return self._sketched
+        finally:
+            self._sketched = None
 
     def outer(self) -> Weights:
         """Everything outside the layers: embedding, head, final norm, output mix (query as [D])."""
         names = [spec.name for spec in dense_specs(self.config) if not spec.name.startswith("model.layers.")]
-        return {_key(name): self._on_disk(name) if self._stays(name) else self.tensor(name) for name in names}
+        self._lending = None
+        weights: Weights = {
+            _key(name): self._on_disk(name) if self._stays(name) else self._tensor(name) for name in names
+        }
+        self._reads.run(self._take_work())
+        return weights
 
     def _stays(self, name: str) -> bool:
         return (
@@ -104,12 +147,8 @@ class Loader:
     def _on_disk(self, name: str) -> OnDisk:
         return OnDisk(DiskMatrix(self.checkpoint, name, np.float32), self.dtype)
 
-    def layer(self, layer: int) -> LayerWeights:
-        """One layer without its routed experts.
-
-        The three convolutions become one entry `taps` [3, P, W], `kv_b_proj` its key maps `U` [H, n, r] and
-        value maps `O` [H, m, r]; mixing queries stored as [1, D] become [D].
-        """
+    def _layer(self, layer: int) -> LayerWeights:
+        """The arrays of a layer, some or all still to be filled."""
         groups: dict[str, Weights] = {"norms": {}, "self_attn": {}, "mlp": {}, "block_sparse_moe": {}}
         prefix = layer_prefix(layer)
         for spec in layer_specs(self.config, layer):
@@ -118,7 +157,7 @@ class Loader:
                 module, name = "norms", module
             if name.endswith("_conv1d.weight") or name == "kv_b_proj.weight":
                 continue
-            groups[module][_key(name)] = self.tensor(spec.name)
+            groups[module][_key(name)] = self._tensor(spec.name)
         attention = groups["self_attn"]
         if self.config.layer_kinds[layer] == "kda":
             attention["taps"] = self._taps(prefix)
@@ -126,128 +165,135 @@ class Loader:
             attention |= self._latent_maps(f"{prefix}self_attn.kv_b_proj.weight")
         return LayerWeights(groups["norms"], attention, groups["mlp"] or groups["block_sparse_moe"])
 
-    def tensor(self, name: str) -> Matrix:
-        """One tensor as an evaluated array; a mixing query as [D], `A_log` cut to its heads [H].
-
-        A matrix stored as codes stays so.
-        """
-        quantized = self.checkpoint.quantized.get(name)
-        if quantized is not None:
-            return self._codes(quantized)
-        if name.endswith(".A_log"):
-            shape: tuple[int, ...] = self.checkpoint.load(name, np.float32).shape
-            return self._array(shape, self._filler(name), self._kept_in(name))
+    def _tensor(self, name: str) -> Matrix:
+        """One tensor; a mixing query as [D], `A_log` cut to its heads [H]. A matrix stored as codes stays so."""
+        codes = self.checkpoint.quantized.get(name)
+        if codes is not None:
+            return _quantized(
+                codes, [self._array(part.shape, _whole(part), self._coded(part)) for part in _parts(codes)]
+            )
         info = self.checkpoint.tensors[name]
+        if name.endswith(".A_log"):
+            return self._array((self.config.kda_num_heads,), self._loaded(name), self._kept_in(name))
         shape = info.shape[1:] if name.endswith("_res_proj.weight") else info.shape
-        return self._array(shape, self._filler(name), self._kept_in(name))
-
-    def _codes(self, info: QuantizedInfo, part: _Rows | None = None) -> Quantized:
-        """A quantised matrix; affine scales and biases take the activation dtype, as MLX computes in theirs.
-
-        part: of a matrix of heads, see `_Rows`.
-        """
-
-        def array(stored: TensorInfo) -> mx.array:
-            dtype = _CODES.get(stored.dtype, self.dtype)
-            if part is None:
-                return self._array(stored.shape, lambda out: self._read(stored, out), dtype)
-            return self._array(part.shape(stored), lambda out: self._read_rows(stored, part, out), dtype)
-
-        biases = None if info.biases is None else array(info.biases)
-        return Quantized(array(info.codes), array(info.scales), biases, info.bits, info.group_size, info.mode)
+        fill = self._loaded(name) if info.dtype == DERIVED else _whole(info)
+        return self._array(shape, fill, self._kept_in(name))
 
     def _taps(self, prefix: str) -> mx.array:
         names = [f"{prefix}self_attn.{stream}_conv1d.weight" for stream in "qkv"]
-        channels, _, width = self.checkpoint.tensors[names[0]].shape
+        infos = [self.checkpoint.tensors[name] for name in names]
+        channels, _, width = infos[0].shape
 
-        def fill(out: NDArray) -> None:
-            for row, name in zip(out, names, strict=True):
-                self._filler(name)(row)
+        def fill(work: Work, outs: Sequence[NDArray]) -> None:
+            work.reads += [Read(info, into(row)) for info, row in zip(infos, outs[0], strict=True)]
 
         return self._array((3, channels, width), fill, self._kept_in(names[0]))
 
     def _latent_maps(self, name: str) -> Weights:
-        config, quantized = self.config, self.checkpoint.quantized.get(name)
-        nope, both = config.qk_nope_head_dim, config.qk_nope_head_dim + config.v_head_dim
-        parts = {"U": _Rows(both, 0, nope), "O": _Rows(both, nope, both)}
-        if quantized is not None:
-            return {key: self._codes(quantized, part) for key, part in parts.items()}
-        info = self.checkpoint.tensors[name]
-        if info.dtype == DERIVED:
-            stored = self.checkpoint.raw(name)
-            return {key: self._slice(stored, part) for key, part in parts.items()}
+        """U and O: in a matrix [H * (n + m), r], the first n and the last m rows of each head."""
+        codes = self.checkpoint.quantized.get(name)
+        if codes is None:
+            halves = self._halves(self.checkpoint.tensors[name], self.dtype, name)
+            return dict(zip("UO", halves, strict=True))
+        pairs = [self._halves(part, self._coded(part), name) for part in _parts(codes)]
+        return {key: _quantized(codes, [pair[at] for pair in pairs]) for at, key in enumerate("UO")}
 
-        def array(part: _Rows) -> mx.array:
-            return self._array(part.shape(info), lambda out: self._read_rows(info, part, out), self.dtype)
+    def _halves(self, info: TensorInfo, dtype: mx.Dtype, name: str) -> list[mx.array]:
+        nope, value = self.config.qk_nope_head_dim, self.config.v_head_dim
+        heads, columns = info.shape[0] // (nope + value), info.shape[1:]
+        unit = (nope + value) * math.prod(columns)
 
-        return {key: array(part) for key, part in parts.items()}
+        def fill(work: Work, outs: Sequence[NDArray]) -> None:
+            put = _per_head(outs, unit, nope)
+            if info.dtype == DERIVED:
+                work.others.append(lambda: put(0, self.checkpoint.raw(name).reshape(-1)))
+            else:
+                work.reads.append(Read(info, put, unit))
 
-    def _slice(self, stored: NDArray, part: _Rows) -> mx.array:
-        source = stored.reshape(-1, part.both, stored.shape[-1])[:, part.start : part.stop]
-        return self._array(source.shape, lambda out: _convert(source, out), self.dtype)
+        return self._arrays([(heads, rows, *columns) for rows in (nope, value)], fill, dtype)
 
-    def _read_rows(self, info: TensorInfo, part: _Rows, out: NDArray) -> None:
-        """Each head's rows, read to where they belong."""
-        for head, rows in enumerate(out):
-            first = head * part.both
-            self._read(rows_of(info, first + part.start, first + part.stop), rows)
-
-    def _read(self, info: TensorInfo, out: NDArray) -> None:
-        """A stored tensor into an array: as it is if it is of that dtype, else widened or rounded."""
-        if NUMPY_DTYPES[info.dtype] == out.dtype:
-            self.checkpoint.read(info, out)
-        else:
-            _convert(self.checkpoint.read(info).reshape(out.shape), out)
+    def _coded(self, part: TensorInfo) -> mx.Dtype:
+        """Affine scales and biases take the activation dtype, as MLX computes in theirs."""
+        return _CODES.get(part.dtype, self.dtype)
 
     def _kept_in(self, name: str) -> mx.Dtype:
         return mx.float32 if name.endswith(KEPT_FLOAT32) else self.dtype
 
-    def _filler(self, name: str) -> Callable[[NDArray], None]:
-        """A function that fills an array (BF16 as uint16) with the tensor's values."""
-        checkpoint, info = self.checkpoint, self.checkpoint.tensors[name]
+    def _loaded(self, name: str) -> Fill:
+        """Values that are more than stored numbers: `A_log` is checked and cut, some are computed."""
 
-        def fill(out: NDArray) -> None:
-            if name.endswith(".A_log"):
-                out[...] = checkpoint.load(name, np.float32)
-            else:
-                self._read(info, out)
+        def fill(work: Work, outs: Sequence[NDArray]) -> None:
+            work.others.append(
+                lambda: convert(self.checkpoint.load(name, np.float32).reshape(outs[0].shape), outs[0])
+            )
 
         return fill
 
-    def _array(self, shape: tuple[int, ...], fill: Callable[[NDArray], None], dtype: mx.Dtype) -> mx.array:
-        """An array filled by `fill`, which sees bfloat16 as uint16."""
-        if self._sketching:
-            return mx.zeros(1, dtype)
+    def _array(self, shape: tuple[int, ...], fill: Fill, dtype: mx.Dtype) -> mx.array:
+        return self._arrays([shape], fill, dtype)[0]
+
+    def _arrays(self, shapes: Sequence[tuple[int, ...]], fill: Fill, dtype: mx.Dtype) -> list[mx.array]:
+        """Arrays that `fill` fills, together; in place, with the work that is taken later."""
+        if self._sketched is not None:
+            self._sketched += sum(padded(math.prod(shape) * dtype.size) for shape in shapes)
+            return [mx.zeros(1, dtype) for _ in shapes]
         if not self.in_place:
-            host = np.empty(shape, _HOST[dtype])
-            fill(host)
-            array = _from_host(host)
-            mx.eval(array)
-            return array
+            hosts, work = [np.empty(shape, HOST[dtype]) for shape in shapes], Work()
+            fill(work, hosts)
+            self._reads.run(work)
+            arrays = [_from_host(host) for host in hosts]
+            mx.eval(arrays)
+            return arrays
+        made = [self._empty(shape, dtype) for shape in shapes]
+        fill(self._work, [view for _, view in made])
+        return [array for array, _ in made]
+
+    def _empty(self, shape: tuple[int, ...], dtype: mx.Dtype) -> tuple[mx.array, NDArray]:
+        """An array and the host's view of it."""
+        lent = None
+        if self._lending is not None and self._region is not None:
+            lent = self._region.lend(self._lending, shape, dtype)
+        if lent is not None:
+            return lent
         array = mx.zeros(shape, dtype)
         mx.eval(array)
-        bits = array.view(mx.uint16) if dtype == mx.bfloat16 else array
-        view = np.array(bits, copy=False)
-        if self._later is None:
-            fill(view)
-        else:
-            self._later.append(lambda: fill(view))
-        return array
+        return array, np.array(array.view(mx.uint16) if dtype == mx.bfloat16 else array, copy=False)
+
+    def _take_work(self) -> Work:
+        work, self._work = self._work, Work()
+        return work
 
 
-def _convert(stored: NDArray, out: NDArray) -> None:
-    """Stored bits (BF16 as uint16, F16 or F32) into float32, or rounded to bf16 where `out` is uint16."""
-    if out.dtype == np.float32:
-        if stored.dtype == np.uint16:
-            np.left_shift(stored, 16, out=out.view(np.uint32), dtype=np.uint32)
-        else:
-            out[...] = stored
-    elif stored.dtype == np.uint16:
-        out[...] = stored
-    else:
-        bits = stored.astype(np.float32).view(np.uint32)
-        # to nearest, ties to even: half of the last kept place, less one unless that place is odd
-        out[...] = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+def _whole(info: TensorInfo) -> Fill:
+    def fill(work: Work, outs: Sequence[NDArray]) -> None:
+        work.reads.append(Read(info, into(outs[0])))
+
+    return fill
+
+
+def _per_head(outs: Sequence[NDArray], unit: int, nope: int) -> Put:
+    """Takes heads of `unit` numbers apart: their first `nope` rows [H, n, ...] and the others [H, m, ...]."""
+    columns = outs[0].shape[2:]
+
+    def put(first: int, stored: NDArray) -> None:
+        heads = stored.reshape(-1, unit // math.prod(columns), *columns)
+        here = slice(first // unit, first // unit + len(heads))
+        convert(heads[:, :nope], outs[0][here])
+        convert(heads[:, nope:], outs[1][here])
+
+    return put
+
+
+def _parts(info: QuantizedInfo) -> list[TensorInfo]:
+    """Codes, scales and, for affine ones, biases."""
+    return [part for part in (info.codes, info.scales, info.biases) if part is not None]
+
+
+def _quantized(info: QuantizedInfo, parts: Sequence[mx.array]) -> Quantized:
+    codes, scales, biases = (*parts, None)[:3]
+    assert codes is not None
+    assert scales is not None
+    return Quantized(codes, scales, biases, info.bits, info.group_size, info.mode)
 
 
 def _from_host(stored: NDArray) -> mx.array:

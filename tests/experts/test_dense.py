@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 
 import k3mlx
+from k3mlx.checkpoint.safetensors import read_header
 from k3mlx.checkpoint.snapshot import Checkpoint
-from k3mlx.dense import Buffers, DenseReader, LayerRing, read_float32, stored_sizes
+from k3mlx.checkpoint.writer import to_bf16, write_safetensors
+from k3mlx.dense import LayerRing, stored_sizes
+from k3mlx.dense_memory import Arena, padded
+from k3mlx.dense_numpy import DenseReader
+from k3mlx.dense_reads import DenseReads, Read, Work, into
 from k3mlx.errors import K3Error, ModelFilesError
-from k3mlx.experts.files import ExpertFiles
-from k3mlx.experts.slots import NumpySlots
 from k3mlx.governor import MemoryPlan, smallest_memory
 from k3mlx.needs import backend_needs
 from tests.tiny import random_config, write_random_model
@@ -19,10 +22,6 @@ from tests.tiny import random_config, write_random_model
 from .models import deadline, nothing_left_behind
 
 DTYPES = ("F32", "BF16")
-
-
-def fresh(nbytes):
-    return NumpySlots().allocate(nbytes).bytes
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -33,38 +32,124 @@ def folder(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_tensors_are_read_as_the_checkpoint_reads_them(folder, direct):
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_tensors_are_read_as_the_checkpoint_reads_them(folder, direct, dtype):
     with nothing_left_behind(), Checkpoint.open(folder) as checkpoint:
-        files = ExpertFiles(checkpoint.stamps, direct)
-        for name, info in checkpoint.tensors.items():
-            if info.dtype in DTYPES and not name.endswith(".A_log"):
+        reader = DenseReader(checkpoint, 3, direct, dtype, streamed=(2, 4), at_once=1)
+        for n in (2, 3, 4):
+            layer = reader.layer(n)
+            names = [name for name in checkpoint.tensors if name.startswith(f"model.layers.{n}.")]
+            names = [name for name in names if ".experts." not in name]
+            for name in names:
                 np.testing.assert_array_equal(
-                    read_float32(files, info, fresh), checkpoint.load(name), err_msg=name
+                    layer.load(name, dtype), checkpoint.load(name, dtype), err_msg=name
                 )
-        files.close()
-        reader = DenseReader(checkpoint, 3, direct)
-        layer = reader.layer(2, np.float32)
-        names = [name for name in checkpoint.tensors if name.startswith("model.layers.2.")]
-        names = [name for name in names if ".experts." not in name]
-        for name in names:
-            np.testing.assert_array_equal(layer.load(name), checkpoint.load(name), err_msg=name)
-        with pytest.raises(K3Error, match="was loaded as float32, expected float64"):
-            reader.layer(2, np.float32).load(names[0], np.float64)
+            reader.drop(n)
+        other = {np.float32: np.float64, np.float64: np.float32}[dtype]
+        with pytest.raises(K3Error, match="was loaded as float"):
+            reader.layer(2).load(names[0].replace("layers.4", "layers.2"), other)
         reader.close()
 
 
-def test_widening_in_place_of_more_than_one_piece(tmp_path):
-    """A BF16 tensor longer than what is widened at a time, at an odd place of its file."""
-    from k3mlx.checkpoint.safetensors import read_header
-    from k3mlx.checkpoint.writer import to_bf16, write_safetensors
-
-    values = to_bf16(np.random.default_rng(1).standard_normal((3, (1 << 20) + 5)).astype(np.float32))
+@pytest.mark.parametrize("unit", [1, 7, 1000])
+def test_a_tensor_of_many_pieces_arrives_whole(tmp_path, monkeypatch, unit):
+    """At an odd place of its file, in pieces of whole units, each at most once."""
+    monkeypatch.setattr("k3mlx.dense_reads.STAGING", 1)  # pieces as small as they get
+    values = to_bf16(
+        np.random.default_rng(1).standard_normal((unit * 3, 1_000_003 // unit)).astype(np.float32)
+    )
     write_safetensors(tmp_path / "a", {"x": ("BF16", values[0, :7]), "y": ("BF16", values)})
     header = read_header(tmp_path / "a")
-    files = ExpertFiles({tmp_path / "a": header.stamp}, True)
-    got = read_float32(files, header.tensors["y"], fresh)
+    got, firsts = np.full(values.shape, np.nan, np.float32), []
+    put = into(got)
+
+    def record(first, stored):
+        firsts.append(first)
+        put(first, stored)
+
+    reads = DenseReads({tmp_path / "a": header.stamp}, 4, direct=True)
+    reads.run(Work([Read(header.tensors["y"], record, unit)]))
+    reads.close()
     np.testing.assert_array_equal(got, np.left_shift(values, 16, dtype=np.uint32).view(np.float32))
-    files.close()
+    assert len(firsts) == len(set(firsts)) > 4
+    assert not any(first % unit for first in firsts)
+
+
+def test_no_more_reads_at_once_than_threads_and_conversion_beside_them(tmp_path, monkeypatch):
+    write_safetensors(tmp_path / "a", {str(n): ("F32", np.zeros(8, np.float32)) for n in range(12)})
+    header = read_header(tmp_path / "a")
+    reads = DenseReads({tmp_path / "a": header.stamp}, 2, direct=False)
+    now, most, lock = {"reads": 0, "puts": 0}, {"reads": 0, "puts": 0}, threading.Lock()
+
+    def busy(what):
+        with lock:
+            now[what] += 1
+            most[what] = max(most[what], now[what])
+        time.sleep(0.02)
+        with lock:
+            now[what] -= 1
+
+    monkeypatch.setattr(reads._files, "read", lambda *_: busy("reads"))
+    reads.run(Work([Read(info, lambda *_: busy("puts")) for info in header.tensors.values()]))
+    reads.close()
+    assert most["reads"] == 2
+    assert most["puts"] > 0
+
+
+def test_after_a_failure_nothing_is_read_any_more(tmp_path):
+    write_safetensors(tmp_path / "a", {str(n): ("F32", np.zeros(8, np.float32)) for n in range(40)})
+    header = read_header(tmp_path / "a")
+    reads, done = DenseReads({tmp_path / "a": header.stamp}, 1, direct=False), []
+
+    def put(first, stored):
+        time.sleep(0.01)
+        done.append(first)
+        if len(done) == 3:
+            raise ModelFilesError("a bad piece")
+
+    with pytest.raises(ModelFilesError, match="a bad piece"):
+        reads.run(Work([Read(info, put) for info in header.tensors.values()]))
+    count = len(done)
+    assert count < 40
+    time.sleep(0.05)
+    assert len(done) == count
+    reads.close()
+
+
+def test_an_arena_gives_every_byte_once_and_takes_all_back():
+    rng = np.random.default_rng(0)
+    arena, held = Arena(1 << 16), []
+    for _ in range(2000):
+        if held and rng.random() < 0.5:
+            arena.give([held.pop(rng.integers(len(held)))])
+        else:
+            size = int(rng.integers(1, 9000))
+            place = arena.take(size)
+            if place is None:
+                continue
+            assert place.stop - place.start == padded(size) >= size
+            assert 0 <= place.start < place.stop <= arena.size
+            assert not [other for other in held if other.start < place.stop and place.start < other.stop]
+            held.append(place)
+    arena.give(held)
+    assert arena.take(1 << 16) == (0, 1 << 16)
+    assert arena.take(1) is None
+
+
+def test_layers_in_turn_stay_in_the_region(folder):
+    """Two layers at a time, of different sizes, in the memory of the largest two, over several passes."""
+    with Checkpoint.open(folder) as checkpoint:
+        reader = DenseReader(checkpoint, 2, False, np.float32, streamed=range(6))
+        outside = 0
+        for n in [*range(6)] * 3:
+            layer = reader.layer(n)
+            outside += sum(
+                not np.shares_memory(array, reader._region) and not name.endswith("A_log")
+                for name, array in layer._arrays.items()
+            )
+            reader.drop((n - 1) % 6)
+        assert outside == 0
+        reader.close()
 
 
 class Loads:
@@ -141,28 +226,15 @@ def test_an_error_is_raised_where_the_layer_is_used_and_only_then():
             raise ModelFilesError("layer 2 is gone")
         return layer
 
-    ring = LayerRing(lambda layer: lambda: load(layer), [10] * 3, ())
+    dropped = []
+    ring = LayerRing(lambda layer: lambda: load(layer), [10] * 3, (), dropped.append)
     assert (ring[0], ring[1]) == (0, 1)
     with pytest.raises(ModelFilesError, match="gone"):
         ring[2]
+    assert dropped == [0, 1, 2]  # also what it had been given
     failing.clear()
     assert list(ring) == [0, 1, 2]
     ring.close()
-
-
-def test_memory_of_dropped_layers_is_used_again_within_its_limit():
-    buffers = Buffers(1000 << 12)
-    first = [buffers.take(100 << 12) for _ in range(4)]
-    places = {buffer.ctypes.data for buffer in first}
-    buffers.give(first)
-    again = [buffers.take(100 << 12) for _ in range(4)]
-    assert {buffer.ctypes.data for buffer in again} == places
-    buffers.give(again)
-    large = buffers.take(900 << 12)  # three of the small ones are let go for it
-    assert buffers._total == 1000 << 12
-    assert sum(map(len, buffers._free.values())) == 1
-    buffers.give([large])
-    assert buffers.take(900 << 12) is large
 
 
 def run(folder, backend="numpy", **options):

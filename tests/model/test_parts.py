@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from k3mlx.checkpoint.snapshot import Checkpoint
+from k3mlx.dense_reads import convert
 from k3mlx.experts.slots import ALIGN
 from k3mlx.experts.store import ExpertStore
 from k3mlx.model import mla, moe, ops, probe
@@ -12,7 +13,7 @@ from k3mlx.model import model as whole
 from k3mlx.model.ops import Quantized
 from k3mlx.model.slots import ExpertBytes, MlxSlots
 from k3mlx.model.state import GROWTH, LatentCache, round_up
-from k3mlx.model.weights import Loader, _convert
+from k3mlx.model.weights import Loader
 from k3mlx.reference import mla as reference
 from k3mlx.reference.moe import mix_experts
 from k3mlx.reference.ops import situ_mlp
@@ -183,7 +184,7 @@ def test_weights_have_the_stored_values(tmp_path, stored, dtype, in_place):
 def test_rounding_to_bfloat16_is_to_nearest_even():
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0xBF818000, 0x7F7FFFFF], np.uint32)
     out = np.empty(len(bits), np.uint16)
-    _convert(bits.view(np.float32), out)
+    convert(bits.view(np.float32), out)
     assert [hex(b) for b in out] == ["0x3f80", "0x3f82", "0x3f81", "0x3f80", "0xbf82", "0x7f80"]
     expected = mx.array(bits.view(np.float32)).astype(mx.bfloat16).view(mx.uint16)
     assert out.tolist() == expected.tolist()
