@@ -113,7 +113,7 @@ def best(cases: Sequence[Case]) -> Case:
     fitting = [case for case in cases if case.plan is not None]
     if not fitting:
         return min(cases, key=lambda case: case.smallest)
-    fastest = max(fitting, key=lambda case: case.tokens_per_second.high).tokens_per_second
+    fastest = max((case.tokens_per_second for case in fitting), key=lambda rates: (rates.high, rates.low))
     return next(
         case
         for case in fitting
