@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=float,
         metavar="X",
-        help="of a stage (default: by dtype, float32 2e-5, bfloat16 4e-2)",
+        help="of a stage (default: by dtype, float32 5e-5, bfloat16 4e-2)",
     )
     parser.add_argument(
         "--against",

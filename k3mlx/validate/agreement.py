@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from k3mlx.sampling import log_softmax
 
 NOISE = 6.0  # standard deviations of a row's logit differences that rounding is given
+TIE = 0.5  # nats; tokens further apart than that are no tie, whatever the noise
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Divergence:
     """A position after which the two paths would go on with different tokens.
 
     margin: the expected logit of its own choice less that of the other path's, nats. noise: the standard deviation of
-    the differences of all logits of this row. near_tie: noise explains the margin.
+    the differences of all logits of this row. near_tie: the margin is small, and noise explains it.
     """
 
     position: int
@@ -32,7 +33,7 @@ class Divergence:
     @property
     def near_tie(self) -> bool:
         # the difference of two logits is as noisy as sqrt(2) of one
-        return self.margin <= NOISE * np.sqrt(2) * self.noise
+        return bool(self.margin <= min(TIE, NOISE * np.sqrt(2) * self.noise))
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Agreement:
 
     @property
     def ok(self) -> bool:
-        return all(divergence.near_tie for divergence in self.divergences) and np.isfinite(self.kl_mean)
+        return all(one.near_tie for one in self.divergences) and bool(np.isfinite(self.kl_mean))
 
 
 def agreement(expected: NDArray, got: NDArray) -> Agreement:

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Each stage is fed with the expected results of the stages before it, rounded to the path's dtype, so its error is
-# that of one stage: on k3-nano, random models and layers of the released widths 5e-6 in float32, 1.1e-2 in bfloat16.
-TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 4e-2}
+# that of one stage. Seen on k3-nano, random models and layers of the released widths: float32 3e-6 (numpy) and 9e-6
+# (MLX, whose sums on the CPU are plain), bfloat16 1.1e-2.
+TOLERANCES = {"float64": 1e-9, "float32": 5e-5, "bfloat16": 4e-2}
 TIE = 1e-6  # biased scores, computed in float32 by every path, that close may come in either order
 NOT_TOKENS = ("kda.windows", "kda.state")  # stages whose first axis is not the token's
 

@@ -92,7 +92,7 @@ class Report:
                 entry["ok"] = stage.ok
         if self.agreement is not None:
             for one, entry in zip(self.agreement.divergences, found["agreement"]["divergences"], strict=True):
-                entry["near_tie"] = bool(one.near_tie)
+                entry["near_tie"] = one.near_tie
         first = self.first
         return {"passed": bool(self.passed), "first": first and asdict(first), **found}
 

@@ -93,6 +93,9 @@ def test_divergences_are_near_ties_or_errors():
     assert found.top1 == pytest.approx(1 / 3)
     assert not found.ok
     assert agreement(expected, expected).ok
+    noisy = agreement(expected, got + rng.standard_normal(expected.shape))
+    assert noisy.divergences[-1].margin == pytest.approx(4)
+    assert not noisy.ok  # noise so large explains the margin, but that is no tie
     assert agreement(expected, expected).kl_max == 0
 
 
