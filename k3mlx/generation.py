@@ -291,7 +291,7 @@ def run_prompt(
             kept.keep(session)
     yield from pieces(reader.finish())
     done.text, done.reasoning, done.tool_calls = reader.text, reader.reasoning, reader.tool_calls
-    done.report = _since(before, engine.report())
+    done.report = report_since(before, engine.report())
     yield Piece(reader.channel, "", tuple(pending), done)
 
 
@@ -334,14 +334,14 @@ _NOT_COUNTERS = {
 }  # fmt: skip
 
 
-def _since(before: Any, after: Any, name: str = "") -> Any:
+def report_since(before: Any, after: Any, name: str = "") -> Any:
     """The report of what happened between two reports of one engine: counts and times subtracted."""
     if name in _NOT_COUNTERS or isinstance(after, bool):
         return after
     if isinstance(after, dict):
-        return {key: _since(before[key], value, key) for key, value in after.items()}
+        return {key: report_since(before[key], value, key) for key, value in after.items()}
     if isinstance(after, list):
-        return [_since(old, new) for old, new in zip(before, after, strict=True)]
+        return [report_since(old, new) for old, new in zip(before, after, strict=True)]
     if not isinstance(after, (int, float)):
         return after
     return after - before

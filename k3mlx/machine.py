@@ -1,4 +1,5 @@
-"""What the operating system says of memory: how much could be had, how much this process has, and pressure.
+"""What the operating system says of memory (how much could be had, how much this process has, pressure), and of
+how busy the processors are.
 
 Every query gives None or a neutral answer where the system cannot say. Decides nothing.
 """
@@ -64,6 +65,21 @@ def pressure() -> int:
     if room.free < room.total // 50:
         return CRITICAL
     return WARN if room.free < room.total // 25 else 0
+
+
+def busy_seconds() -> float | None:
+    """Seconds that all processors together have been at work since the machine started, whoever for; what a host
+    took from a virtual machine counts. None where the system does not tell."""
+    if sys.platform == "darwin":
+        return _mac_busy_seconds()
+    try:
+        line = (_PROC / "stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return None
+    if len(line) < 9 or line[0] != "cpu":
+        return None
+    user, nice, system, _, _, irq, softirq, steal = map(int, line[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def meminfo(path: Path = _PROC / "meminfo") -> dict[str, int]:
@@ -148,6 +164,17 @@ def _mac_available() -> Available | None:
     if total is None or page is None or counts[0] is None:
         return None
     return Available(sum(count or 0 for count in counts) * page, total, "reclaimable pages")
+
+
+def _mac_busy_seconds() -> float | None:
+    """From host_statistics(HOST_CPU_LOAD_INFO): ticks of user, system, idle and nice, summed over processors."""
+    system, ticks = ctypes.CDLL(None), (ctypes.c_uint32 * 4)()
+    count = ctypes.c_uint32(4)
+    system.mach_host_self.restype = ctypes.c_uint32
+    arguments = ctypes.c_uint32(system.mach_host_self()), 3, ctypes.byref(ticks), ctypes.byref(count)
+    if system.host_statistics(*arguments) != 0:
+        return None
+    return (ticks[0] + ticks[1] + ticks[3]) / os.sysconf("SC_CLK_TCK")
 
 
 def mac_peak_footprint() -> int | None:

@@ -100,20 +100,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--width", type=int, default=1, metavar="N", help="divide every width by N (for tests)"
     )
+    parser.add_argument(
+        "--dense-layers", type=int, default=1, metavar="N", help="first layers without experts (released: 1)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    size = write_slice(args.folder, args.layers, args.experts, args.vocab, args.width, args.seed)
+    text = slice_config(args.layers, args.experts, args.vocab, args.width, args.dense_layers)
+    size = write_slice(args.folder, text, args.seed)
     print(f"{args.folder}: {size / 1e9:.2f} GB")
 
 
-def write_slice(folder: Path, layers: int, experts: int, vocab: int, width: int = 1, seed: int = 0) -> int:
+def write_slice(folder: Path, text: dict[str, Any], seed: int = 0) -> int:
     """Write config.json, a shard for each layer, one for what lies outside, and the index; returns the bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = slice_config(layers, experts, vocab, width)
     config = ModelConfig.from_dict(text)
     (folder / "config.json").write_text(json.dumps(text, indent=1))
     noise = Noise(seed)
-    shards = [list(_layer(config, n, noise)) for n in range(layers)]
+    shards = [list(_layer(config, n, noise)) for n in range(config.num_hidden_layers)]
     shards.append(
         [_lazy(s, noise, config) for s in dense_specs(config) if not s.name.startswith("model.layers.")]
     )
@@ -127,7 +130,7 @@ def write_slice(folder: Path, layers: int, experts: int, vocab: int, width: int 
     return total
 
 
-def slice_config(layers: int, experts: int, vocab: int, width: int = 1) -> dict[str, Any]:
+def slice_config(layers: int, experts: int, vocab: int, width: int = 1, dense: int = 1) -> dict[str, Any]:
     """The released configuration with other counts; three KDA layers to one MLA layer, the last one MLA."""
     mla = sorted({n for n in range(1, layers + 1) if n % 4 == 0} | {layers})
     narrowed = {
@@ -139,6 +142,7 @@ def slice_config(layers: int, experts: int, vocab: int, width: int = 1) -> dict[
     text = RELEASED | narrowed | {
         "vocab_size": vocab,
         "num_hidden_layers": layers,
+        "first_k_dense_replace": dense,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "num_experts": experts,

@@ -20,7 +20,19 @@ from k3mlx.errors import K3Error
 
 from .options import note
 
-COMMANDS = ("generate", "chat", "serve", "plan", "download", "convert", "doctor", "selftest", "validate", "perplexity")
+COMMANDS = (
+    "generate",
+    "chat",
+    "serve",
+    "plan",
+    "download",
+    "convert",
+    "doctor",
+    "selftest",
+    "validate",
+    "perplexity",
+    "bench",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import k3mlx
-from k3mlx.bench_streaming import compare_decode, compare_rates, measure_prompt
+from k3mlx.bench.streaming import compare_decode, compare_rates, measure_prompt
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.experts.trace import TraceWriter
 from tests.paths import DATA, needs_data

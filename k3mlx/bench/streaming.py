@@ -1,4 +1,4 @@
-"""Measures expert streaming on a model whose experts exceed the cache: `python -m k3mlx.bench_streaming`.
+"""Expert streaming on a model whose experts exceed the cache: `k3mlx bench --streaming`.
 
 Compares the store's read rate with plain parallel reads of the same files, a decode step with what disk and
 arithmetic would take, and prompts of different chunks. Says what it measured and nothing else.
@@ -6,62 +6,48 @@ arithmetic would take, and prompts of different chunks. Says what it measured an
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .engine import Engine, Session, load
-from .experts.files import ExpertFiles
-from .experts.policies import Key
-from .experts.probe import read_rate
-from .experts.slots import NumpySlots
-from .experts.store import ExpertStore
-from .experts.trace import read_trace
-from .memory import format_size
+from k3mlx.engine import Engine, Session, load
+from k3mlx.experts.files import ExpertFiles
+from k3mlx.experts.policies import Key
+from k3mlx.experts.probe import read_rate
+from k3mlx.experts.slots import NumpySlots
+from k3mlx.experts.store import ExpertStore
+from k3mlx.experts.trace import read_trace
+from k3mlx.memory import format_size
 
 REPEATS = 5
 STEPS = 4  # decode steps of a repeat
 PROBED = 48  # experts of one measured rate
+SMALL_CHUNK = 32  # prompt tokens
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Measure expert streaming on one model.")
-    parser.add_argument(
-        "--model", required=True, help="a folder; scripts/make_slice.py writes one to measure on"
-    )
-    parser.add_argument("--backend", choices=("auto", "mlx", "numpy"), default="numpy")
-    parser.add_argument("--io-threads", type=int, default=4)
-    parser.add_argument("--direct-io", choices=("auto", "on", "off"), default="on")
-    parser.add_argument("--memory", default="auto")
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--only", nargs="+", choices=("rate", "decode", "prompt"), default=("rate", "decode"))
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--chunks", type=int, nargs="+", default=(512, 32))
-    args = parser.parse_args(argv)
-    options = {
-        "backend": args.backend, "io_threads": args.io_threads, "direct_io": args.direct_io,
-        "memory": args.memory, "warm_start": "off",
-    }  # fmt: skip
+def measure_streaming(
+    model: str | None, options: Mapping[str, Any], parts: Collection[str], repeats: int, prompt_tokens: int
+) -> dict[str, Any]:
+    """The parts `rate` (`compare_rates`), `decode` (`compare_decode`) and `prompt` (`measure_prompt`, whole and in
+    chunks of SMALL_CHUNK) of a model; options are those of `load`."""
+    options = {**options, "warm_start": "off"}
     result: dict[str, Any] = {}
-    if {"rate", "decode"}.intersection(args.only):
-        with load(args.model, **options, prefill_step_size=64) as engine:
-            if "rate" in args.only:
-                result["rate"] = compare_rates(engine.backend.store, args.repeats)
-            if "decode" in args.only:
-                result["decode"] = compare_decode(engine, args.repeats)
-    if "prompt" in args.only:
-        result["prompt"] = [
-            measure_prompt(args.model, options, args.prompt_tokens, chunk) for chunk in args.chunks
-        ]
-    print(json.dumps(result, indent=1))
+    if {"rate", "decode"}.intersection(parts):
+        with load(model, **{**options, "prefill_step_size": 64}) as engine:
+            if "rate" in parts:
+                result["rate"] = compare_rates(engine.backend.store, repeats)
+            if "decode" in parts:
+                result["decode"] = compare_decode(engine, repeats)
+    if "prompt" in parts:
+        chunks = sorted({prompt_tokens, SMALL_CHUNK}, reverse=True)
+        result["prompt"] = [measure_prompt(model, options, prompt_tokens, chunk) for chunk in chunks]
+    return result
 
 
 def compare_rates(store: ExpertStore, repeats: int = REPEATS) -> dict[str, Any]:
@@ -170,12 +156,19 @@ def compare_decode(engine: Engine, repeats: int = REPEATS) -> dict[str, Any]:
     return result
 
 
-def measure_prompt(model: str, options: dict[str, Any], tokens: int, chunk: int) -> dict[str, Any]:
+def measure_prompt(model: str | None, options: Mapping[str, Any], tokens: int, chunk: int) -> dict[str, Any]:
     """A prompt in chunks, the cache at its smallest: seconds, bytes read, distinct experts of all passes."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
         with load(
-            model, **options, expert_cache=0, lookahead="off", prefill_step_size=chunk, expert_trace=trace
+            model,
+            **{
+                **options,
+                "expert_cache": 0,
+                "lookahead": "off",
+                "prefill_step_size": chunk,
+                "expert_trace": trace,
+            },
         ) as engine:
             ids = np.random.default_rng(1).integers(0, engine.config.vocab_size, tokens).tolist()
             started = time.perf_counter()
@@ -246,7 +239,3 @@ def _steps(engine: Engine, session: Session, ids: Sequence[int]) -> dict[str, fl
         "bytes": (experts["bytes_read"] - old["bytes_read"]) / count,
         "wait": (experts["wait_seconds"] - old["wait_seconds"]) / count,
     }
-
-
-if __name__ == "__main__":
-    main()

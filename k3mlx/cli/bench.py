@@ -1,0 +1,180 @@
+"""`k3mlx bench`: speed of the whole model, or of its parts, with the split, the spread, and a word on their worth."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .options import add_model_options, check_target, engine_arguments, note, open_engine, write_text
+
+if TYPE_CHECKING:
+    from k3mlx.bench.run import Run
+    from k3mlx.engine import Engine
+
+HELP = "measure prompt and decode, where the time goes, and whether the figures are steady"
+PAGES, PICTURES = (".html", ".htm"), (".png",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt-tokens", "-p", type=int, default=512, metavar="N", help="default: 512")
+    parser.add_argument(
+        "--generation-tokens", "-g", type=int, default=64, metavar="N", help="decode steps (default: 64)"
+    )
+    parser.add_argument(
+        "--num-trials", "-n", type=int, default=5, metavar="N", help="repeats after a warm-up (default: 5)"
+    )
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        help="take the ids from a text (default: random ids, which find fewer experts in memory)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result as one object; - is stdout")
+    parser.add_argument("--report", metavar="FILE", help=".html or .png with plots (needs matplotlib)")
+    parser.add_argument("--compare", metavar="FILE", help="print ratios to the --json of another run")
+    _add_parts(parser)
+    add_model_options(parser)
+
+
+def _add_parts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("parts (instead of the whole model)")
+    group.add_argument(
+        "--context",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="attention of a layer after so many tokens, and the sizes of states up to 1M tokens",
+    )
+    group.add_argument(
+        "--streaming",
+        nargs="*",
+        choices=("rate", "decode", "prompt"),
+        help="reading experts beside plain reads, for a model larger than the cache (default: rate decode)",
+    )
+    group.add_argument("--cpu", action="store_true", help="the CPU kernels in C; no model needed")
+    group.add_argument(
+        "--kernels", action="store_true", help="the GPU kernels, on the CPU what stands behind; no model"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from k3mlx.bench.compare import compare, differences
+    from k3mlx.bench.result import figures_of, read_result
+    from k3mlx.bench.run import Run
+    from k3mlx.bench.tables import comparison
+
+    _check(args)
+    other = read_result(args.compare) if args.compare else None
+    bench = Run(_options(args))
+    _measure(args, bench)
+    result = bench.result()
+    if other is not None:
+        ratios = compare(bench.figures, figures_of(other, args.compare))
+        bench.sections.append(comparison(ratios, differences(result, other)))
+    text = "\n\n".join(bench.sections)
+    print(text, file=sys.stderr if args.json == "-" else sys.stdout)
+    if args.json:
+        write_text(args.json, json.dumps(result) + "\n", "--json")
+    if args.report:
+        _write_report(args.report, result, bench, text)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    from k3mlx.errors import UsageError
+
+    least = {"prompt_tokens": 1, "generation_tokens": 0, "num_trials": 1}
+    for name, low in least.items():
+        if getattr(args, name) < low:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} is {getattr(args, name)}, expected at least {low}")
+    check_target(args.json, "--json")
+    check_target(args.report, "--report")
+    if args.report and Path(args.report).suffix.lower() not in (*PAGES, *PICTURES):
+        raise UsageError(f"--report {args.report}: expected a name that ends in .html or .png")
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, as the result records it."""
+    own = (
+        "prompt_tokens",
+        "generation_tokens",
+        "num_trials",
+        "text",
+        "context",
+        "streaming",
+        "cpu",
+        "kernels",
+    )
+    asked = {name: getattr(args, name) for name in own} | engine_arguments(args)
+    return asked | {"model_dirs": list(args.model_dirs)}
+
+
+def _measure(args: argparse.Namespace, bench: Run) -> None:
+    """The parts that the flags name, else the whole model."""
+    from k3mlx.selftest import find_device
+
+    if args.cpu:
+        bench.cpu(args.cpu_threads, args.num_trials)
+    if args.kernels:
+        device = find_device(args.device)
+        _need_mlx(device)
+        bench.kernels(device, args.num_trials)
+    if args.streaming is not None:
+        parts = args.streaming or ("rate", "decode")
+        bench.streaming(args.model, engine_arguments(args), parts, args.num_trials, args.prompt_tokens)
+    whole = not (args.cpu or args.kernels or args.context or args.streaming is not None)
+    if whole or args.context:
+        with open_engine(args, text=args.text is not None) as engine:
+            bench.engine(engine)
+            if args.context:
+                bench.context(engine, args.context, args.num_trials)
+            else:
+                _whole(args, bench, engine)
+
+
+def _need_mlx(device: str) -> None:
+    from k3mlx.errors import ResourceError
+
+    if device == "numpy":
+        raise ResourceError(
+            "--kernels runs through mlx, which is not installed; --cpu measures the C kernels"
+        )
+
+
+def _whole(args: argparse.Namespace, bench: Run, engine: Engine) -> None:
+    from k3mlx.bench.whole import random_ids, text_ids
+
+    count, trials = args.prompt_tokens + args.generation_tokens, args.num_trials
+    ids = random_ids(engine.config.vocab_size, count)
+    if args.text is not None:
+        ids = text_ids(engine.tokenizer.encode(_text(args.text)), count, trials + 1)
+
+    def tell(trial: Any) -> None:
+        if args.verbose:
+            note(f"prompt {trial.prompt_seconds:.3f} s, decode {trial.decode_seconds:.3f} s")
+
+    bench.whole(engine, ids, args.prompt_tokens, trials, tell)
+
+
+def _text(path: str) -> str:
+    from k3mlx.errors import UsageError
+
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--text {path}: {error.strerror}; expected a text file") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--text {path}: not UTF-8; convert it first") from None
+
+
+def _write_report(path: str, result: dict[str, Any], bench: Run, text: str) -> None:
+    from k3mlx.bench.page import page
+    from k3mlx.bench.plots import write_picture
+
+    if Path(path).suffix.lower() in PICTURES:
+        write_picture(path, result, bench.figures)
+    else:
+        write_text(path, page(result, bench.figures, text), "--report")
