@@ -74,7 +74,6 @@ def _model(options: Options, choice: Choice | None, system: System) -> Iterator[
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from k3mlx.checkpoint.hub import resolve
-    from k3mlx.checkpoint.resume import download_command
     from k3mlx.errors import K3Error
     from k3mlx.experts.warm import user_cache
 
@@ -90,29 +89,27 @@ def _model(options: Options, choice: Choice | None, system: System) -> Iterator[
     folders = [folder, *options.model_dirs]
     places += [("model", path) for path in folders]
     yield from disks.check_disks(disks.look_at_disks(places))
-    complete = download_command(folder)
+    commands = files.commands_for(folder)
+    own = commands.remake or commands.fetch
     states = files.look_at_files(folders)
-    yield from files.check_files(states, complete)
-    yield from files.check_partial(files.find_partial(folder), complete)
+    yield from files.check_files(states, own)
+    yield from files.check_partial(files.find_partial(folder), commands.fetch)
     opened = files.open_model(folder, options.model_dirs)
     if isinstance(opened, K3Error):
-        verify = download_command(folder, verify=True)
-        yield from files.check_census(opened, folder, states, complete, verify)
-        yield from _text(folder, files.read_config(folder), complete)
+        yield from files.check_census(opened, folder, states, commands)
+        yield from _text(folder, files.read_config(folder), own)
         return
     with closing(opened):
         yield files.census_line(opened)
-        yield from _text(folder, opened.config, complete)
+        yield from _text(folder, opened.config, own)
         if choice is not None:
             yield from _run(options, choice, system, opened)
 
 
-def _text(folder: Path, config: ModelConfig | None, complete: str) -> Iterator[Finding]:
+def _text(folder: Path, config: ModelConfig | None, own: str) -> Iterator[Finding]:
     from .vocabulary import check_vocabulary, load_vocabulary
 
-    yield from check_vocabulary(
-        load_vocabulary(folder, config.vocab_size if config else None), config, complete
-    )
+    yield from check_vocabulary(load_vocabulary(folder, config.vocab_size if config else None), config, own)
 
 
 def _run(options: Options, choice: Choice, system: System, checkpoint: Checkpoint) -> Iterator[Finding]:

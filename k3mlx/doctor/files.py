@@ -5,6 +5,7 @@ Owns the findings and the command that puts each right. The census itself is `ch
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from k3mlx.checkpoint.layout import check_link
+from k3mlx.checkpoint.manifest import is_overlay, read_manifest
 from k3mlx.checkpoint.mlx_lm import open_checkpoint
-from k3mlx.checkpoint.resume import RECORD
+from k3mlx.checkpoint.resume import RECORD, download_command
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.checkpoint.untrusted import FileMissingError, reason, stat_file
 from k3mlx.config import ModelConfig, load_config
@@ -22,6 +24,7 @@ from k3mlx.memory import format_size
 
 from .findings import Finding, fatal, ok, warning
 
+CONVERT = "give the k3mlx convert command that made the overlay again"
 READ, ABSENT, REFUSED, STRAY = "read", "absent", "refused", "stray"  # what can come of opening a file
 MODEL_SUFFIXES = (".safetensors", ".json", ".model")
 PARTIAL = ".incomplete"  # how the name of a file ends that a download has not finished
@@ -34,6 +37,27 @@ class FileState:
     path: Path
     state: str
     problem: str = ""
+
+
+@dataclass(frozen=True)
+class Commands:
+    """What puts files right. fetch: for what is not there; verify: for what may be damaged; remake: for the own files
+    of an overlay, whose experts the other two are about; empty for a snapshot."""
+
+    fetch: str
+    verify: str
+    remake: str = ""
+
+
+def commands_for(folder: Path) -> Commands:
+    """The commands for a model's folder."""
+    overlay, source = is_overlay(folder), folder
+    if overlay:
+        with contextlib.suppress(K3Error):  # which has its line in the census
+            source = read_manifest(folder).experts.folder(folder)
+    return Commands(
+        download_command(source), download_command(source, verify=True), CONVERT if overlay else ""
+    )
 
 
 def look_at_files(folders: Iterable[Path]) -> list[FileState]:
@@ -68,21 +92,20 @@ def check_partial(partial: Sequence[tuple[Path, int]], complete: str) -> Iterato
 
 
 def check_census(
-    error: K3Error, folder: Path, known: Sequence[FileState], complete: str, verify: str
+    error: K3Error, folder: Path, known: Sequence[FileState], commands: Commands
 ) -> Iterator[Finding]:
-    """A fatal finding for each line of a census, but for files that have had theirs.
-
-    complete: the command that fetches what is not there; verify: the one that also looks for damage.
-    """
+    """A fatal finding for each line of a census of `folder`, but for files that have had theirs."""
     told = tuple(f"{file.path}:" for file in known if file.state != READ)
     for line in str(error).splitlines():
         if line.startswith(told):
             continue
         if line.startswith(str(folder / "config.json")):
-            yield fatal("config", line, verify)
+            yield fatal("config", line, commands.remake or commands.verify)
+        elif commands.remake and (line.startswith(str(folder)) or "convert again" in line):
+            yield fatal("overlay", line, commands.remake)
         else:
-            short = "shard missing" in line or ": truncated" in line
-            yield fatal("census", line, complete if short else verify)
+            lacking = any(words in line for words in ("shard missing", ": missing, ", ": truncated"))
+            yield fatal("census", line, commands.fetch if lacking else commands.verify)
 
 
 def check_model(error: K3Error) -> Finding:

@@ -27,6 +27,7 @@ EXIT_CODES = {  # of every fatal code
     "file": FILES,
     "config": FILES,
     "census": FILES,
+    "overlay": FILES,
     "vocabulary": FILES,
     "vocabulary-ids": FILES,
     "vocabulary-text": FILES,

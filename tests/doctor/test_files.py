@@ -10,6 +10,8 @@ import pytest
 
 from k3mlx.checkpoint.hub import resolve
 from k3mlx.checkpoint.resume import download_command
+from k3mlx.convert.formats import PARTS, Formats
+from k3mlx.convert.job import Job
 from k3mlx.doctor import files
 from k3mlx.doctor.files import (
     ABSENT,
@@ -21,6 +23,7 @@ from k3mlx.doctor.files import (
     check_files,
     check_model,
     check_partial,
+    commands_for,
     find_partial,
     look_at_files,
     open_model,
@@ -122,7 +125,7 @@ def test_a_file_is_not_told_twice(folder: Path) -> None:
     error = open_model(folder, ())
     assert isinstance(error, ModelFilesError)
     known = [FileState(broken, REFUSED, f"{broken}: cannot be read")]
-    texts = [line.text for line in check_census(error, folder, known, "fetch", "verify")]
+    texts = [line.text for line in check_census(error, folder, known, files.Commands("fetch", "verify"))]
     assert len(texts) == 1
     assert other.name in texts[0]
 
@@ -190,3 +193,29 @@ def test_a_configuration_beside_damaged_tensors(folder: Path) -> None:
     assert config.vocab_size == 512
     (folder / "config.json").write_text("{")
     assert files.read_config(folder) is None
+
+
+def test_an_overlay_and_the_snapshot_it_refers_to_have_each_their_remedy(
+    folder: Path, tmp_path: Path
+) -> None:
+    overlay = tmp_path / "overlay"
+    Job(folder, overlay, Formats(dict.fromkeys(PARTS, 16))).run()
+    opened = open_model(overlay, ())
+    assert not isinstance(opened, Exception)
+    opened.close()
+    commands = commands_for(overlay)
+    assert commands == files.Commands(
+        download_command(folder), download_command(folder, verify=True), files.CONVERT
+    )
+    shard(folder, 2).unlink()
+    assert remedies(overlay) == {commands.fetch}
+    write_model(folder)
+    (own,) = list(overlay.glob("*.safetensors"))[:1]
+    own.write_bytes(own.read_bytes()[:-1])
+    assert remedies(overlay) == {files.CONVERT}
+
+
+def remedies(overlay: Path) -> set[str]:
+    error = open_model(overlay, ())
+    assert isinstance(error, ModelFilesError)
+    return {line.remedy for line in check_census(error, overlay, (), commands_for(overlay))}

@@ -21,6 +21,7 @@ from tests.checkpoint.damage import shard
 from .facts import LINUX, MB, NEEDS, NUMPY, TRIAL, selftest_report, write_model
 
 FETCH = "k3mlx download"
+COMMANDS = files.Commands(FETCH, f"{FETCH} --verify")
 
 
 def raising(error: Exception) -> Callable[..., Choice]:
@@ -42,7 +43,7 @@ def damaged(tmp_path: Path, name: str, text: str | None) -> Path:
 def census(folder: Path) -> list[Finding]:
     error = files.open_model(folder, ())
     assert isinstance(error, ModelFilesError)
-    return list(files.check_census(error, folder, (), FETCH, f"{FETCH} --verify"))
+    return list(files.check_census(error, folder, (), COMMANDS))
 
 
 class Lossy(Tokenizer):
@@ -80,6 +81,12 @@ CASES: dict[str, Callable[[Path], Iterable[Finding]]] = {
     ),
     "config": lambda tmp_path: census(damaged(tmp_path, "config.json", '{"model_type": "other"}')),
     "census": lambda tmp_path: census(damaged(tmp_path, "model-00002-of-000003.safetensors", None)),
+    "overlay": lambda _: files.check_census(
+        ModelFilesError("o/dense.safetensors: 5 bytes, expected 9"),
+        Path("o"),
+        (),
+        replace(COMMANDS, remake="convert"),
+    ),
     "vocabulary": lambda tmp_path: vocabulary.check_vocabulary(
         vocabulary.load_vocabulary(damaged(tmp_path, "tiktoken.model", None), 512), None, FETCH
     ),
