@@ -47,7 +47,10 @@ class Steadiness:
 
 
 class Neighbours:
-    """Looks at what other processes use of the processors between its making and `share`."""
+    """Looks at what other processes use of the processors between its making and `share`.
+
+    Processes that this one has started and waited for are not others.
+    """
 
     def __init__(self) -> None:
         self._start = self._now()
@@ -62,7 +65,12 @@ class Neighbours:
 
     def _now(self) -> tuple[float, float, float]:
         busy = busy_seconds()
-        return (float("nan") if busy is None else busy), time.process_time(), time.perf_counter()
+        return (float("nan") if busy is None else busy), _own_seconds(), time.perf_counter()
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def judge(repeats: Mapping[str, Sequence[float]], others: float | None) -> Steadiness:
