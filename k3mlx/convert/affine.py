@@ -41,7 +41,7 @@ class Affine(NamedTuple):
 
 
 def quantize(weights: Floats, bits: int, group_size: int) -> Affine:
-    """The codes of weights [R, K], all at most LARGEST in size, `group_size` a divisor of K and a multiple of 32 / bits."""
+    """The codes of weights [R, K], at most LARGEST in size; `group_size` divides K and is a multiple of 32 / bits."""
     rows, columns = weights.shape
     groups = _Groups(weights.reshape(-1, group_size), bits)
     fit = groups.search(SHRINKS[bits], REFINEMENTS[bits])

@@ -67,8 +67,8 @@ def check_room(files: Iterable[tuple[Path, int]]) -> None:
         free = shutil.disk_usage(folders[device]).free
         if size + _SPARE > free:
             raise ResourceError(
-                f"{folders[device]}: {format_size(size)} are to be written, {format_size(free)} are free;"
-                f" make room for {format_size(size + _SPARE - free)} more, or give a folder on another disk"
+                f"{folders[device]}: {format_size(size + _SPARE)} are needed, {format_size(free)} are free;"
+                " make room, or give a folder on another disk"
             )
 
 

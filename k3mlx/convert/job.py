@@ -132,6 +132,8 @@ class Job:
         left = [target for target in targets if target.path.name not in kept]
         folders.check_room((target.path, target.size) for target in left)
         manifest = replace(manifest, files=tuple(kept.values()))
+        if not left and is_overlay(self.out) and read_manifest(self.out) == manifest:
+            return manifest
         with folders.reported(self.out):
             manifest.write(self.out)
             self._copy_small_files()
