@@ -36,10 +36,8 @@ def on_disk(path: str | os.PathLike[str], offset: int, nbytes: int) -> bool:
         return True
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        if os.lseek(descriptor, offset, os.SEEK_DATA) != offset:
-            return False
         return os.lseek(descriptor, offset, os.SEEK_HOLE) >= offset + nbytes
-    except OSError:  # ENXIO: nothing but a hole up to the end
+    except OSError:  # ENXIO: the file has become shorter
         return False
     finally:
         os.close(descriptor)
