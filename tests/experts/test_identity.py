@@ -1,4 +1,7 @@
-"""Streaming never changes a bit: budgets, policies, threads, direct reads, overlap, lookahead, warm start."""
+"""Streaming never changes a bit: budgets, policies, threads, direct reads, overlap, lookahead, warm start.
+
+On numpy and on MLX, each against itself. `pytest -m slow` runs the product of all of them.
+"""
 
 import itertools
 
@@ -14,6 +17,7 @@ from .models import write_streaming_model
 
 PROMPT = [5, 9, 2, 60, 11, 7, 7, 31, 4, 18, 22, 40, 3]
 DEFAULTS = {
+    "device": "cpu",
     "expert_cache": 10**9,
     "cache_policy": "lru",
     "io_threads": 2,
@@ -24,9 +28,9 @@ DEFAULTS = {
 }
 
 
-def outputs(folder, **options):
+def outputs(folder, backend, **options):
     """All logits of a prompt and of ten greedy steps, the final state, and the report of experts."""
-    with k3mlx.load(folder, **(DEFAULTS | {"backend": "numpy", "prefill_step_size": 5} | options)) as engine:
+    with k3mlx.load(folder, backend=backend, **(DEFAULTS | {"prefill_step_size": 5} | options)) as engine:
         session = engine.session()
         rows = [session.feed(PROMPT, all_logits=True)]
         for _ in range(10):
@@ -40,9 +44,16 @@ def assert_identical(got, expected):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.fixture(scope="module", params=["numpy", "mlx"])
+def backend(request):
+    if request.param == "mlx":
+        pytest.importorskip("mlx.core", reason="mlx is not installed")
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def expected(streaming_folder):
-    return outputs(streaming_folder)[0]
+def expected(streaming_folder, backend):
+    return outputs(streaming_folder, backend)[0]
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +64,8 @@ def payload(streaming_folder):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("slots", [0, 3, 4, 14, 27], ids=lambda n: f"{n} slots")
-def test_budgets_and_policies(streaming_folder, expected, payload, slots, policy):
-    got, report = outputs(streaming_folder, expert_cache=slots * payload, cache_policy=policy)
+def test_budgets_and_policies(streaming_folder, backend, expected, payload, slots, policy):
+    got, report = outputs(streaming_folder, backend, expert_cache=slots * payload, cache_policy=policy)
     assert_identical(got, expected)
     assert report["policy"] == policy
     assert (report["evictions"] > 0) == (slots < 27)
@@ -66,10 +77,10 @@ def test_budgets_and_policies(streaming_folder, expected, payload, slots, policy
      *itertools.product([1, 8], ["on"], ["on"], ["auto", 2, 9])],
 )  # fmt: skip
 def test_threads_direct_reads_overlap_and_lookahead(
-    streaming_folder, expected, payload, threads, direct, pipe, lookahead
+    streaming_folder, backend, expected, payload, threads, direct, pipe, lookahead
 ):
     got, report = outputs(
-        streaming_folder, expert_cache=7 * payload, io_threads=threads, direct_io=direct, pipe=pipe,
+        streaming_folder, backend, expert_cache=7 * payload, io_threads=threads, direct_io=direct, pipe=pipe,
         lookahead=lookahead,
     )  # fmt: skip
     assert_identical(got, expected)
@@ -82,19 +93,19 @@ def test_threads_direct_reads_overlap_and_lookahead(
         assert report["prefetch_useful_bytes"] > 0
 
 
-def test_warm_and_cold_start(streaming_folder, expected, payload, tmp_path, monkeypatch):
+def test_warm_and_cold_start(streaming_folder, backend, expected, payload, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for turn in ("cold", "warm"):
-        got, report = outputs(streaming_folder, expert_cache=20 * payload, warm_start="on")
+        got, report = outputs(streaming_folder, backend, expert_cache=20 * payload, warm_start="on")
         assert_identical(got, expected)
         assert (report["warm_bytes"] > 0) == (turn == "warm")
     assert len(list((tmp_path / "k3mlx").iterdir())) == 1
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 13])
-def test_other_chunks_have_their_own_bits_but_only_one_of_them(streaming_folder, payload, chunk):
-    least, _ = outputs(streaming_folder, prefill_step_size=chunk, expert_cache=0)
-    most, _ = outputs(streaming_folder, prefill_step_size=chunk, io_threads=8)
+def test_other_chunks_have_their_own_bits_but_only_one_of_them(streaming_folder, backend, chunk):
+    least, _ = outputs(streaming_folder, backend, prefill_step_size=chunk, expert_cache=0)
+    most, _ = outputs(streaming_folder, backend, prefill_step_size=chunk, io_threads=8)
     assert_identical(least, most)
 
 
@@ -122,22 +133,40 @@ def test_the_numpy_mixture_is_the_references(streaming_folder):
         assert store.counters.evictions > 0
 
 
-def test_a_prompt_reads_each_expert_of_a_layer_once(streaming_folder, payload, tmp_path):
+def test_a_prompt_reads_each_expert_of_a_layer_once(streaming_folder, backend, payload, tmp_path):
     trace = tmp_path / "trace"
-    outputs(streaming_folder, expert_cache=4 * payload, prefill_step_size=64, expert_trace=trace)
+    options = DEFAULTS | {"expert_cache": 4 * payload, "prefill_step_size": 64, "expert_trace": trace}
+    with k3mlx.load(streaming_folder, backend=backend, **options) as engine:
+        engine.session().feed(PROMPT)
+        read = engine.report()["experts"]["bytes_read"]
     sizes, routings = read_trace(trace)
     assert sizes == {"experts": 9, "per_token": 3}
-    first = list(itertools.islice(routings, 3))
-    assert [(r.layer, len(r.ids)) for r in first] == [(1, 13), (2, 13), (3, 13)]
-    with k3mlx.load(
-        streaming_folder, **DEFAULTS | {"expert_cache": 4 * payload, "backend": "numpy"}
-    ) as engine:
-        engine.session().feed(PROMPT)
-        distinct = sum(len(np.unique(r.ids)) for r in first)
-        assert engine.report()["experts"]["bytes_read"] == distinct * payload
+    routings = list(routings)
+    assert [(r.layer, len(r.ids)) for r in routings] == [(1, 13), (2, 13), (3, 13)]
+    assert read == sum(len(np.unique(r.ids)) for r in routings) * payload
 
 
-def test_two_models_share_a_seed_but_not_their_bytes(tmp_path, expected):
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 1], ids="{:.0%} of the experts".format)
+def test_the_whole_grid(streaming_folder, backend, expected, payload, share, policy, tmp_path, monkeypatch):
+    """Budget, policy, threads, direct or buffered, lookahead, cold and then warm."""
+    slots = max(3, round(share * 27)) if share else 0
+    for number, (threads, direct, lookahead) in enumerate(
+        itertools.product([1, 2, 8], ["on", "off"], ["off", "auto", 9])
+    ):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(number)))
+        for turn in ("cold", "warm"):
+            got, report = outputs(
+                streaming_folder, backend, expert_cache=slots * payload, cache_policy=policy,
+                io_threads=threads, direct_io=direct, lookahead=lookahead, warm_start="on",
+            )  # fmt: skip
+            assert_identical(got, expected)
+            if turn == "cold":
+                assert report["warm_bytes"] == 0
+
+
+def test_two_models_share_a_seed_but_not_their_bytes(tmp_path, backend, expected):
     """The comparison above can fail: another model has other logits."""
-    other, _ = outputs(write_streaming_model(tmp_path, seed=6))
+    other, _ = outputs(write_streaming_model(tmp_path, seed=6), backend)
     assert other[0].shape != expected[0].shape or (other[0] != expected[0]).any()
