@@ -100,7 +100,7 @@ class Run:
         from .streaming import measure_streaming
 
         found = measure_streaming(model, options, parts, repeats, prompt)
-        for part in ("rate", "decode"):
+        for part in ("rate", "decode", "dense"):
             if part in found:
                 values = tuple(found[part]["ratios"])
                 self.figures[f"streaming {part}"] = Figure("of what is possible", values)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from k3mlx.checkpoint.mlx_lm import open_checkpoint
 from k3mlx.engine import Engine, Session, load
 from k3mlx.experts.files import ExpertFiles
 from k3mlx.experts.policies import Key
@@ -24,6 +25,8 @@ from k3mlx.experts.slots import NumpySlots
 from k3mlx.experts.store import ExpertStore
 from k3mlx.experts.trace import read_trace
 from k3mlx.memory import format_size
+
+from .dense import compare_dense
 
 REPEATS = 5
 STEPS = 4  # decode steps of a repeat
@@ -34,8 +37,8 @@ SMALL_CHUNK = 32  # prompt tokens
 def measure_streaming(
     model: str | None, options: Mapping[str, Any], parts: Collection[str], repeats: int, prompt_tokens: int
 ) -> dict[str, Any]:
-    """The parts `rate` (`compare_rates`), `decode` (`compare_decode`) and `prompt` (`measure_prompt`, whole and in
-    chunks of SMALL_CHUNK) of a model; options are those of `load`."""
+    """The parts `rate` (`compare_rates`), `decode` (`compare_decode`), `dense` (`compare_dense`) and `prompt`
+    (`measure_prompt`, whole and in chunks of SMALL_CHUNK) of a model; options are those of `load`."""
     options = {**options, "warm_start": "off"}
     result: dict[str, Any] = {}
     if {"rate", "decode"}.intersection(parts):
@@ -44,6 +47,9 @@ def measure_streaming(
                 result["rate"] = compare_rates(engine.backend.store, repeats)
             if "decode" in parts:
                 result["decode"] = compare_decode(engine, repeats)
+    if "dense" in parts:
+        with load(model, **options) as engine, open_checkpoint(engine.folder) as checkpoint:
+            result["dense"] = compare_dense(engine, checkpoint, repeats)
     if "prompt" in parts:
         chunks = sorted({prompt_tokens, SMALL_CHUNK}, reverse=True)
         result["prompt"] = [measure_prompt(model, options, prompt_tokens, chunk) for chunk in chunks]

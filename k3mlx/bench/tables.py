@@ -128,6 +128,11 @@ def streaming_table(found: Mapping[str, Any]) -> str:
             f"a step that reads every expert {1e3 * step['step']:.0f} ms, of dense + max(read, compute)"
             f" {1e3 * step['predicted']:.0f} ms: {step['ratio']:.3f}; lookahead gains {step['lookahead_gain']:.1%}"
         )
+    if dense := found.get("dense"):
+        lines.append(
+            f"a step that reads {dense['streamed_layers']} layers {dense['step_seconds']:.2f} s, at"
+            f" {dense['ratio']:.3f} of the {dense['probe_bytes_per_second'] / 1e9:.2f} GB/s of plain parallel reads"
+        )
     for prompt in found.get("prompt", ()):
         lines.append(
             f"prompt of {prompt['tokens']} in passes of {prompt['chunk']}: {prompt['seconds']:.2f} s,"

@@ -50,7 +50,7 @@ def _add_parts(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--streaming",
         nargs="*",
-        choices=("rate", "decode", "prompt"),
+        choices=("rate", "decode", "dense", "prompt"),
         help="reading experts beside plain reads, for a model larger than the cache (default: rate decode)",
     )
     group.add_argument("--cpu", action="store_true", help="the CPU kernels in C; no model needed")

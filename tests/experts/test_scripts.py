@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 import k3mlx
+from k3mlx.bench.dense import compare_dense
 from k3mlx.bench.streaming import compare_decode, compare_rates, measure_prompt
 from k3mlx.checkpoint.snapshot import Checkpoint
+from k3mlx.errors import UsageError
 from k3mlx.experts.trace import TraceWriter
+from k3mlx.governor import MemoryPlan
 from tests.paths import DATA, needs_data
 from tests.scripts_at import script
 
@@ -112,3 +115,36 @@ def test_the_measurements_run(narrow):
     assert whole["hits"] == 0
     assert whole["bytes_read"] == whole["distinct_experts_of_passes"] * whole["expert_bytes"]
     assert measure_prompt(str(narrow), options, 40, 8)["bytes_read"] > whole["bytes_read"]
+
+
+def test_dense_weights_beside_plain_reads(narrow, monkeypatch):
+    """Bytes of a step are those of the layers that are not resident and of the experts that it found missing."""
+    with k3mlx.load(narrow, backend="numpy") as engine, Checkpoint.open(narrow) as checkpoint:
+        with pytest.raises(UsageError, match="all dense weights are in memory"):
+            compare_dense(engine, checkpoint, 1)
+        plan = engine.governor.plan
+    fixed = MemoryPlan(**(vars(plan) | {"resident": (1,), "cache": 0}))
+    monkeypatch.setattr("k3mlx.engine.plan_memory", lambda *_: fixed)
+    with (
+        k3mlx.load(narrow, backend="numpy", warm_start="off") as engine,
+        Checkpoint.open(narrow) as checkpoint,
+    ):
+        found = compare_dense(engine, checkpoint, 2)
+        layers = [
+            sum(
+                i.nbytes
+                for name, i in checkpoint.tensors.items()
+                if f".layers.{n}." in name and ".experts." not in name
+            )
+            for n in (0, 2)
+        ]
+        assert found["streamed_layers"] == 2
+        for read in found["dense_bytes"]:
+            assert (
+                sum(layers) - max(layers) <= read <= sum(layers) + max(layers)
+            )  # one may be on the way at both ends
+        payload = engine.backend.store.payload
+        assert all(
+            size % payload == 0 and 16 * payload <= size <= 32 * payload for size in found["expert_bytes"]
+        )
+        assert found["ratio"] == pytest.approx(np.median(found["ratios"]), abs=1e-3)
