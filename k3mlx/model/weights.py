@@ -65,13 +65,13 @@ class Loader:
         self._reads = DenseReads(checkpoint.stamps, threads, direct)
         self._work = Work()  # of the arrays that have been made and not filled
         self._region: Region | None = None
-        self._lending: int | None = None  # the layer being made, if it is to lie in the region
-        self._sketched: int | None = None  # bytes, while arrays are only sketched
+        self._lending = False  # the arrays being made are to lie in the region
+        self._sketched: list[int] | None = None  # bytes of arrays, while they are only sketched
 
     def stream(self, layers: Collection[int], evaluations: Callable[[], int]) -> None:
         """Have a region for these layers, which are read at each use; `evaluations` counts those waited for."""
         if self.in_place and layers:
-            sizes = sorted(map(self._size, layers))
+            sizes = sorted(sum(map(padded, self._sizes(layer))) for layer in layers)
             self._region = Region(sum(sizes[-_LAYERS_AT_ONCE:]), evaluations)
 
     def begin(self, layer: int, lend: bool = False) -> Callable[[], LayerWeights]:
@@ -81,7 +81,9 @@ class Loader:
         """
         if not self.in_place:
             return lambda: self.layer(layer)
-        self._lending = layer if lend else None
+        self._lending = lend and self._region is not None
+        if self._lending and self._region is not None:
+            self._region.reserve(layer, self._sizes(layer))
         weights, work = self._layer(layer), self._take_work()
 
         def read() -> LayerWeights:
@@ -96,7 +98,7 @@ class Loader:
         The three convolutions become one entry `taps` [3, P, W], `kv_b_proj` its key maps `U` [H, n, r] and
         value maps `O` [H, m, r]; mixing queries stored as [1, D] become [D].
         """
-        self._lending = None
+        self._lending = False
         weights = self._layer(layer)
         self._reads.run(self._take_work())
         return weights
@@ -112,15 +114,15 @@ class Loader:
 
     def sketch(self, layer: int) -> LayerWeights:
         """A layer of arrays of one element, for their names and dtypes."""
-        self._sketched = 0
+        self._sketched = []
         try:
             return self._layer(layer)
         finally:
             self._sketched = None
 
-    def _size(self, layer: int) -> int:
-        """Bytes of a layer in the region."""
-        self._sketched = 0
+    def _sizes(self, layer: int) -> list[int]:
+        """Bytes of a layer's arrays, in the order in which they are made."""
+        self._sketched = []
         try:
             self._layer(layer)
             return self._sketched
@@ -130,7 +132,7 @@ class Loader:
     def outer(self) -> Weights:
         """Everything outside the layers: embedding, head, final norm, output mix (query as [D])."""
         names = [spec.name for spec in dense_specs(self.config) if not spec.name.startswith("model.layers.")]
-        self._lending = None
+        self._lending = False
         weights: Weights = {
             _key(name): self._on_disk(name) if self._stays(name) else self._tensor(name) for name in names
         }
@@ -235,7 +237,7 @@ class Loader:
     def _arrays(self, shapes: Sequence[tuple[int, ...]], fill: Fill, dtype: mx.Dtype) -> list[mx.array]:
         """Arrays that `fill` fills, together; in place, with the work that is taken later."""
         if self._sketched is not None:
-            self._sketched += sum(padded(math.prod(shape) * dtype.size) for shape in shapes)
+            self._sketched += [math.prod(shape) * dtype.size for shape in shapes]
             return [mx.zeros(1, dtype) for _ in shapes]
         if not self.in_place:
             hosts, work = [np.empty(shape, HOST[dtype]) for shape in shapes], Work()
@@ -250,9 +252,7 @@ class Loader:
 
     def _empty(self, shape: tuple[int, ...], dtype: mx.Dtype) -> tuple[mx.array, NDArray]:
         """An array and the host's view of it."""
-        lent = None
-        if self._lending is not None and self._region is not None:
-            lent = self._region.lend(self._lending, shape, dtype)
+        lent = self._region.lend(shape, dtype) if self._lending and self._region is not None else None
         if lent is not None:
             return lent
         array = mx.zeros(shape, dtype)
