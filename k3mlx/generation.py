@@ -330,7 +330,7 @@ def token_logprob(logits: np.ndarray, id: int, top: int) -> TokenLogprob:
 
 _NOT_COUNTERS = {
     "peak_memory_bytes", "prefill_chunk", "memory", "io_threads", "cache_bytes", "resident_bytes",
-    "lookahead_recall", "lookahead_depth",
+    "lookahead_recall", "lookahead_depth", "rank",
 }  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_missing_streams()
     args = _parser().parse_args(argv)
     try:
-        code = int(args.run(args))
+        code = int(_follow(args) if _follows(args) else args.run(args))
         sys.stdout.flush()
     except K3Error as error:
         code = _failed(str(error), error.exit_code, args.verbose)
@@ -60,6 +60,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _failed("out of memory: the dense weights and this prompt do not fit", 4, args.verbose)
     return code
+
+
+def _follows(args: argparse.Namespace) -> bool:
+    """Whether this process was started to serve rank 0's experts, and the command is one that has any."""
+    from k3mlx.ranks.launch import launched_rank
+
+    return bool(launched_rank()) and hasattr(args, "expert_trace")
+
+
+def _follow(args: argparse.Namespace) -> int:
+    """Serve rank 0 with the same flags. Prints nothing but errors."""
+    from k3mlx.engine import load
+
+    from .options import engine_arguments
+
+    try:
+        load(args.model, **engine_arguments(args))
+    except SystemExit as done:
+        return int(done.code or 0)
+    raise AssertionError("load does not return on a rank beyond 0")
 
 
 def _failed(message: str, code: int, verbose: bool) -> int:

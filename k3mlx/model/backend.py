@@ -23,6 +23,7 @@ from k3mlx.experts.options import StreamOptions
 from k3mlx.experts.store import ExpertStore
 from k3mlx.kernels import Kernels
 from k3mlx.kernels.cpu import default_threads
+from k3mlx.ranks.lead import Lead
 from k3mlx.reference.model import Hooks
 from k3mlx.watchdog import Watchdog, save_ids
 
@@ -68,6 +69,7 @@ class MlxBackend:
         cache_bytes: int | None = None,
         resident: Collection[int] | None = None,
         thin: bool = False,
+        ranks: Lead | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise UsageError(f"dtype is {dtype!r}, expected bfloat16 or float32 on the mlx backend")
@@ -75,6 +77,8 @@ class MlxBackend:
         self.dtype = dtype
         threads = threads or default_threads()
         self.watchdog = Watchdog()
+        if ranks is not None:
+            ranks.team.fed, ranks.experts_report = lambda: self.watchdog.ids, self.experts_report
         self._slots = MlxSlots()
         self.store = ExpertStore(checkpoint, expert_cache, streaming, self._slots)
 
@@ -93,6 +97,7 @@ class MlxBackend:
                 device if on_gpu else "cpu",
                 self.watchdog,
                 threads,
+                ranks,
             )
             loader = Loader(
                 checkpoint, DTYPES[dtype], in_place=device != "cuda", thin=thin,
@@ -147,6 +152,9 @@ class MlxBackend:
             raise K3Error("the engine is closed")
         return self.model.layers.report()
 
+    def ranks_report(self) -> list[dict[str, Any]]:
+        return self.room.ranks.report()
+
     def runtime_report(self) -> dict[str, Any]:
         """Versions, whether products may use 10-bit mantissas, time in which the host waited for evaluations,
         MLX's own memory; `device` of the reports is where the dense parts run at the end, `first_device` where
@@ -167,6 +175,7 @@ class MlxBackend:
             self.model = None
             mx.clear_cache()
 
+        self.room.ranks.close()
         OWNER.call(drop, self.watchdog)
         self.store.close()
 

@@ -8,6 +8,7 @@ run on while the routed ones compute. Source: model specification §2; numerics 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from k3mlx.dense import LayerRing, stored_sizes
 from k3mlx.errors import K3Error
 from k3mlx.experts.store import ExpertStore
 from k3mlx.kernels.plain import router_logits
+from k3mlx.ranks.lead import Total
 from k3mlx.reference.model import Hooks
 from k3mlx.stages import Probe, no_probe, prefixed
 
@@ -241,21 +243,31 @@ class MlxModel:
         if np.array(flags).any() and not hooks.watched:
             raise K3Error(f"layer {layer}: a router score is NaN: the weights are damaged")
         chosen, weights = np.array(ids), np.array(scores)
-        request = self._routed.request(layer, chosen, np.unique(chosen).tolist())
-        with request:  # reads are on their way
+        request = self._routed.request(layer, chosen, room.ranks.own(layer, np.unique(chosen).tolist()))
+        with request, self._spread(layer, wide, chosen, weights) as total:  # reads are on their way
             for likely in guess:
-                self._store.guess(layer + 1, np.array(likely)[0].tolist())
+                self._store.guess(layer + 1, room.ranks.own(layer + 1, np.array(likely)[0].tolist()))
             hooks.clock.enter("mlp")
             room.enter("shared_experts")
             shared = self._mlp(x, w, prefixed(probe, "shared."), "shared_experts.")
             mx.async_eval(shared)
             hooks.clock.enter("experts")
-            summed = self._routed.mix(layer, wide, chosen, weights, request)
+            summed = total(self._routed.mix(layer, wide, chosen, weights, request))
         hooks.clock.enter("mlp")
         mixed = probe("mixed", mx.array(summed))
         routed = rms_norm(mixed.astype(x.dtype), w["routed_expert_norm"], config.rms_norm_eps)
         up = linear(probe("norm", routed), w["routed_expert_up_proj"])
         return probe("up", up) + probe("shared", shared)
+
+    def _spread(
+        self, layer: int, latent: mx.array, ids: np.ndarray, weights: np.ndarray
+    ) -> AbstractContextManager[Total]:
+        """The other ranks compute their part of the experts meanwhile."""
+        seconds = self.room.deadline(latent.size * self.config.moe_intermediate_size * ids.shape[1])
+        return self.room.ranks.spread(
+            layer, latent, ids, weights,
+            lambda arrays: self.room.evaluate(f"layer {layer}: the other ranks' experts", arrays, seconds),
+        )  # fmt: skip
 
     def _guess(self, layer: int, x: mx.array) -> list[mx.array]:
         """Likely experts [T, k] of the next layer, by its router on this layer's input; [] if not wanted."""

@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from k3mlx.errors import K3Error
 from k3mlx.kernels import Kernels
+from k3mlx.ranks.lead import Alone, Ranks
 from k3mlx.watchdog import Watchdog
 
 from .moe import ExpertStreams
@@ -42,6 +43,7 @@ class Room:
 
     kind: `metal`, `cuda` or `cpu`, where the dense parts run. experts: the streams for routed experts, which
     run on the CPU unless `experts_kind` says otherwise; cpu_streams: how many to use if they fall back to it.
+    ranks: the processes that have a part of the routed experts; this one alone if None.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class Room:
         experts_kind: str,
         watchdog: Watchdog,
         cpu_streams: int = 1,
+        ranks: Ranks | None = None,
     ) -> None:
         self.kind = kind
+        self.ranks = ranks or Alone()
         self.kernels = kernels
         self.experts: ExpertStreams | None = experts  # None: numpy, when MLX has failed at them
         self.experts_kind = experts_kind
