@@ -7,11 +7,13 @@ What is small and sensitive stays as it is: router, norms, convolutions, the dec
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from k3mlx.checkpoint.names import TensorSpec, dense_specs, layer_specs
-from k3mlx.config import ModelConfig
 from k3mlx.errors import UsageError
+
+if TYPE_CHECKING:
+    from k3mlx.checkpoint.names import TensorSpec
+    from k3mlx.config import ModelConfig
 
 BITS = (4, 8, 16)  # 16: as it is
 GROUP_SIZES = (32, 64, 128)  # those that MLX computes
@@ -83,6 +85,8 @@ def part_of(name: str, kind: str) -> str | None:
 
 def dense_files(config: ModelConfig) -> Iterator[tuple[str, str, list[TensorSpec]]]:
     """The files of an overlay: name, kind of layer, tensors. The first holds what lies outside the layers."""
+    from k3mlx.checkpoint.names import dense_specs, layer_specs  # not for the command's help
+
     outer = [spec for spec in dense_specs(config) if not spec.name.startswith("model.layers.")]
     yield "dense-outer.safetensors", "", outer
     for layer in range(config.num_hidden_layers):
