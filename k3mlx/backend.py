@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from .blas import BlasThreads
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
 from .dense import LayerRing, stored_sizes
+from .dense_native import formats
 from .dense_numpy import DenseReader
 from .devices import Choice
 from .errors import ResourceError, UsageError
@@ -23,11 +24,15 @@ from .experts.native import make_experts
 from .experts.options import StreamOptions
 from .experts.store import ExpertStore
 from .governor import MemoryPlan
+from .kernels.cpu import CpuKernels
 from .needs import backend_needs, default_dtype, mlx_cache_limit
 from .on_disk import DiskTensors
 from .reference.model import Hooks, ReferenceModel
 from .reference.state import State
 from .reference.weights import load_layer, load_outer
+
+if TYPE_CHECKING:
+    from .ranks.lead import Lead
 
 
 class Backend(Protocol):
@@ -69,6 +74,9 @@ class Backend(Protocol):
     def runtime_report(self) -> dict[str, Any]:
         """What else there is to say of the libraries that ran: versions, switches, their own memory."""
 
+    def ranks_report(self) -> list[dict[str, Any]]:
+        """What each of several processes has read and exchanged; empty for one alone."""
+
     def close(self) -> None:
         """Release files and memory."""
 
@@ -90,9 +98,11 @@ class NumpyBackend:
         experts_kernel: str = "auto",
         cpu_threads: int | None = None,
         thin: bool = False,
+        dense: CpuKernels | None = None,
     ) -> None:
         """resident: the layers whose dense weights stay in memory, all if None; others are read at each use.
-        thin: embedding and head stay on disk, and no layer is read ahead."""
+        thin: embedding and head stay on disk, and no layer is read ahead. dense: kernels that multiply with dense
+        weights as they are stored; without them these are widened to `dtype` for numpy."""
         if dtype not in ("float32", "float64"):
             raise UsageError(f"dtype is {dtype!r}, expected float32 or float64 on the numpy backend")
         self.config = checkpoint.config
@@ -102,7 +112,7 @@ class NumpyBackend:
         kept = set(range(len(sizes)) if resident is None else resident)
         streamed = [n for n in range(len(sizes)) if n not in kept]
         io, direct = self.store.options.io_threads, self.store.files.direct
-        self._reader = DenseReader(checkpoint, io, direct, item, streamed, at_once=1 if thin else 2)
+        self._reader = DenseReader(checkpoint, io, direct, item, streamed, 1 if thin else 2, dense)
         self._ring = LayerRing(
             lambda layer: lambda: load_layer(self._reader.layer(layer), layer, item),
             sizes,
@@ -110,14 +120,19 @@ class NumpyBackend:
             self._reader.drop,
             ahead=not thin,
         )
-        if not streamed:
-            self._reader.close()
         experts, note = make_experts(experts_kernel, self.store, self.config, item, self._router, cpu_threads)
         self.notes = () if note is None else (note,)
-        self._experts_kernel = experts.kernel
-        outer = load_outer(DiskTensors(checkpoint), item) if thin else None
+        outer = load_outer(DiskTensors(checkpoint) if thin else self._reader.outer(), item)
+        if not streamed:
+            self._reader.close()
         self.model = ReferenceModel(checkpoint, experts, item, self._ring, outer)
-        self._expert_format = "mxfp4" if checkpoint.mxfp4 else dtype
+        stored = {} if dense is None else formats(checkpoint)
+        self._formats = dict.fromkeys(self._parts_per_pass(), dtype) | stored
+        self._formats["experts"] = "mxfp4" if checkpoint.mxfp4 else dtype
+        self._kernels = dict.fromkeys(self._formats, "numpy")
+        if dense is not None:
+            self._kernels |= dict.fromkeys(stored, dense.describe())
+        self._kernels["experts"] = experts.kernel
         self._calls: Counter[str] = Counter()
         self._blas = BlasThreads(self.config.hidden_size)
 
@@ -145,8 +160,8 @@ class NumpyBackend:
             {
                 "part": part,
                 "device": self.device,
-                "kernel": self._experts_kernel if part == "experts" else "numpy",
-                "format": self._expert_format if part == "experts" else self.dtype,
+                "kernel": self._kernels[part],
+                "format": self._formats[part],
                 "calls": self._calls[part],
                 "failures": 0,
                 "fallbacks": 0,
@@ -159,6 +174,9 @@ class NumpyBackend:
 
     def dense_report(self) -> dict[str, Any]:
         return self._ring.report()
+
+    def ranks_report(self) -> list[dict[str, Any]]:
+        return []
 
     def close(self) -> None:
         self.store.close()
@@ -200,12 +218,14 @@ def make_backend(
     streaming: StreamOptions | None = None,
     plan: MemoryPlan | None = None,
     thin: bool = False,
+    ranks: Lead | None = None,
+    dense: CpuKernels | None = None,
 ) -> Backend:
     """The backend that was chosen, with the model loaded. dtype None is the backend's own choice.
 
     With a plan its cache and its resident layers are used, whatever expert_cache says. thin: as little memory as
     can be: dense layers are read one at a time where the backend can (else all stay), embedding and head in
-    pieces, and no expert is kept.
+    pieces, and no expert is kept. dense: kernels for dense weights as stored, on numpy (`dense_native.choose_dense`).
     Raises UsageError for a dtype that it does not compute in, ResourceError for experts on a GPU without one.
     """
     if experts_device not in ("cpu", "gpu"):
@@ -225,7 +245,7 @@ def make_backend(
         if checkpoint.affine_experts:
             raise ResourceError("the experts are stored as affine codes, which only the mlx backend computes")
         made: Backend = NumpyBackend(
-            checkpoint, dtype, expert_cache, streaming, resident, experts_kernel, cpu_threads, thin
+            checkpoint, dtype, expert_cache, streaming, resident, experts_kernel, cpu_threads, thin, dense
         )  # fmt: skip
     else:
         if experts_kernel not in ("auto", "stream"):
@@ -237,7 +257,7 @@ def make_backend(
             device=choice.device, kernels=choice.kernels, must=choice.must,
             experts_device=experts_device, threads=cpu_threads,
             cache_bytes=mlx_cache_limit(0 if plan is None else plan.memory) if plan or thin else None,
-            resident=resident, thin=thin,
+            resident=resident, thin=thin, ranks=ranks,
         )  # fmt: skip
     made.notes = (*choice.notes, *made.notes)
     return made

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,14 +26,19 @@ from .checkpoint.snapshot import Checkpoint, read_tensor
 from .checkpoint.writer import write_safetensors
 from .clock import Clock
 from .config import ModelConfig
+from .dense_native import choose_dense
 from .devices import choose
 from .errors import K3Error, ModelFilesError, UsageError
 from .experts.options import expert_cache_from_environment, stream_options
 from .governor import Governor, plan_memory
 from .memory import parse_size, peak_memory_bytes
-from .needs import backend_needs
+from .needs import backend_needs, default_dtype
+from .ranks.launch import joined
 from .reference.model import Hooks
 from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .ranks.team import Team
 
 _NOTE = "k3mlx.note."  # before the names of notes in a session file
 
@@ -49,6 +55,7 @@ def load(
     dtype: str | None = None,
     experts_device: str = "cpu",
     experts_kernel: str = "auto",
+    dense_kernel: str = "auto",
     cpu_threads: int | None = None,
     memory: int | str = "auto",
     expert_cache: int | str = "auto",
@@ -72,7 +79,9 @@ def load(
     or float32 (default on the CPU) on mlx. experts_device: `cpu`, or `gpu` for mlx on a GPU.
     experts_kernel: what computes them on the CPU: `native` (C) or `numpy` on numpy, `stream` on mlx; `auto` is
     native where it is built and has computed right on this machine.
-    cpu_threads: threads (or CPU streams on mlx) for routed experts; None is OMP_NUM_THREADS, else every core.
+    dense_kernel: what multiplies with dense weights on numpy: `native` (C, on the weights as they are stored) or
+    `numpy` (on weights widened in memory); `auto` is native in float32 for all but small models, where it can.
+    cpu_threads: threads of the C kernels (or CPU streams on mlx); None is OMP_NUM_THREADS, else every core.
     memory: bytes that the whole process may use (`64GB`, or an integer); `auto` is what the machine can give.
     expert_cache: bytes of expert payload kept in memory; `auto` is K3_EXPERT_GB, else what memory has left.
     cache_policy: `lru`, `decayed` or `s3fifo`. io_threads: reads at once (K3_LOAD_THREADS, else 4).
@@ -84,7 +93,9 @@ def load(
     prefill_step_size: prompt tokens per forward pass, `auto` the largest of a ladder that memory allows; the
     one setting here, with backend, device and dtype, that may change the last bits of a result.
     session_memory: set aside within `memory` for sessions that are kept (`kept.KeptSessions`) beside the one
-    in work. Raises UsageError, ModelFilesError or ResourceError.
+    in work. In a process that `mlx.launch` started with others, the routed experts are spread over all of them: rank 0
+    gets the engine, on the others this serves rank 0 and ends with SystemExit when it closes.
+    Raises UsageError, ModelFilesError or ResourceError.
     """
     step = _step(prefill_step_size)
     limit = None if memory == "auto" else parse_size(memory, "memory")
@@ -94,20 +105,44 @@ def load(
     streaming = stream_options(
         io_threads, direct_io, pipe, lookahead, cache_policy, warm_start, expert_trace, model_dirs
     )
-    choice = choose("numpy" if backend == "auto" and dtype == "float64" else backend, device)
-    folder = resolve(model)
-    checkpoint = open_checkpoint(folder, streaming.model_dirs)
-    try:
-        needs = backend_needs(choice, checkpoint, dtype)
+    with joined() as team, ExitStack() as on_failure:
+        choice = choose(_preferred(dtype, team) if backend == "auto" else backend, device)
+        folder = resolve(model)
+        checkpoint = open_checkpoint(folder, streaming.model_dirs)
+        on_failure.callback(checkpoint.close)
+        dense, note = choose_dense(
+            dense_kernel,
+            choice.backend,
+            dtype or default_dtype(choice),
+            checkpoint.config.hidden_size,
+            cpu_threads,
+        )
+        needs = backend_needs(choice, checkpoint, dtype, as_stored=dense is not None)
+        ranks = None
+        if team is not None:
+            from .ranks.follow import follow, lead
+
+            if team.rank:
+                follow(team, checkpoint, choice, needs, limit, budget, streaming, experts_device, cpu_threads)
+                raise SystemExit(0)
         needs = replace(needs, state=needs.state + parse_size(session_memory, "session_memory"))
         plan = plan_memory(needs, limit, budget, step)
+        if team is not None:
+            ranks = lead(team, checkpoint, choice, plan.chunk)
         made = make_backend(
-            choice, checkpoint, dtype, budget, experts_device, experts_kernel, cpu_threads, streaming, plan
-        )
-    except BaseException:
-        checkpoint.close()
-        raise
+            choice, checkpoint, dtype, budget, experts_device, experts_kernel, cpu_threads, streaming, plan,
+            ranks=ranks, dense=dense,
+        )  # fmt: skip
+        made.notes = (*made.notes, *([] if note is None else [note]))
+        on_failure.pop_all()
     return Engine(folder, checkpoint, made, plan.chunk, Governor(plan, made.store))
+
+
+def _preferred(dtype: str | None, team: Team | None) -> str:
+    """The backend that `auto` means, if anything decides it before the machine has been asked."""
+    if team is not None:
+        return "mlx"
+    return "numpy" if dtype == "float64" else "auto"
 
 
 def _step(size: int | str) -> int | None:
@@ -215,7 +250,7 @@ class Engine:
             "memory": self.governor.report(),
             "parts": self.backend.parts_report(),
             "runtime": self.backend.runtime_report(),
-            "ranks": [],
+            "ranks": self.backend.ranks_report(),
         }
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from .checkpoint.names import KEPT_FLOAT32, TensorSpec, dense_specs, layer_specs
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
 from .dense import stored_sizes
+from .dense_native import stored_format, stored_parts
 from .dense_reads import staging_bytes
 from .devices import Choice
 from .experts.layout import ExpertLayout
@@ -67,14 +68,19 @@ class Needs:
         return self.dense.total if self.ring is None else min(self.dense.total, self.dense.outer + self.ring)
 
 
-def backend_needs(choice: Choice, checkpoint: Checkpoint, dtype: str | None, context: int = CONTEXT) -> Needs:
-    """The memory that the chosen backend takes for a model and a session of `context` tokens, in terms of bytes."""
+def backend_needs(
+    choice: Choice, checkpoint: Checkpoint, dtype: str | None, context: int = CONTEXT, as_stored: bool = False
+) -> Needs:
+    """The memory that the chosen backend takes for a model and a session of `context` tokens, in terms of bytes.
+
+    as_stored: dense matrices of the numpy backend are not widened (`dense_native`).
+    """
     config = checkpoint.config
     context = min(config.max_position_embeddings, context)
     dtype = dtype or default_dtype(choice)
     if choice.backend == "numpy":
         item = kda_item = 8 if dtype == "float64" else 4
-        dense = dense_bytes(checkpoint, size_in(item))
+        dense = dense_bytes(checkpoint, size_as_stored(checkpoint) if as_stored else size_in(item))
         at_once, many = sum(sorted(dense.layers)[-2:]), len(dense.layers) > 2
         copies = 3  # the old state, the new one, a snapshot
         decoded = config.moe_intermediate_size * config.routed_expert_hidden_size * item
@@ -140,6 +146,18 @@ def size_in_codes(checkpoint: Checkpoint, itemsize: int, others: SizeOf) -> Size
             return others(spec)
         numbers = sum(math.prod(part.shape) for part in (info.scales, info.biases) if part is not None)
         return info.codes.nbytes + (numbers if info.mode != "affine" else numbers * itemsize)
+
+    return size_of
+
+
+def size_as_stored(checkpoint: Checkpoint) -> SizeOf:
+    """Sizes with the matrices that the C kernels take as stored kept so, everything else in float32."""
+    others = size_in(4)
+
+    def size_of(spec: TensorSpec) -> int:
+        if stored_format(checkpoint, spec) is None:
+            return others(spec)
+        return sum(part.nbytes for part in stored_parts(checkpoint, spec.name))
 
     return size_of
 

@@ -64,10 +64,16 @@ def add_run_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="C or numpy on the numpy backend, CPU streams on mlx (default: native where built and verified)",
     )
     group.add_argument(
+        "--dense-kernel",
+        choices=("auto", "native", "numpy"),
+        default="auto",
+        help="numpy backend: C on dense weights as stored, or numpy on widened ones (default: C, but for small models)",
+    )
+    group.add_argument(
         "--cpu-threads",
         type=int,
         metavar="N",
-        help="threads for experts (default: OMP_NUM_THREADS, else cores)",
+        help="threads for CPU kernels (default: OMP_NUM_THREADS, else cores)",
     )
     return group
 
@@ -135,9 +141,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `load` from the flags of `add_model_options`."""
     names = (
-        "backend", "device", "dtype", "experts_device", "experts_kernel", "cpu_threads", "memory", "expert_cache",
-        "cache_policy", "io_threads", "direct_io", "pipe", "lookahead", "warm_start", "expert_trace", "model_dirs",
-        "prefill_step_size",
+        "backend", "device", "dtype", "experts_device", "experts_kernel", "dense_kernel", "cpu_threads", "memory",
+        "expert_cache", "cache_policy", "io_threads", "direct_io", "pipe", "lookahead", "warm_start", "expert_trace",
+        "model_dirs", "prefill_step_size",
     )  # fmt: skip
     return {name: getattr(args, name) for name in names}
 

@@ -107,14 +107,15 @@ def make_experts(
             raise UsageError(f"experts_kernel native computes in float32, not {np.dtype(dtype)}")
         return on_numpy, None
     try:
-        return NativeExperts(store, config, _verified(threads), router), None
+        return NativeExperts(store, config, verified_kernels(threads), router), None
     except ResourceError as error:
         if kernel == "native":
             raise
         return on_numpy, f"experts on numpy: {error}"
 
 
-def _verified(threads: int | None) -> CpuKernels:
+def verified_kernels(threads: int | None) -> CpuKernels:
+    """The C kernels for this machine, checked just now. Raises ResourceError where there are none, or wrong ones."""
     kernels = load_cpu_kernels(threads=threads)
     try:
         wrong = [check for check in verify(kernels) if not check.ok]
