@@ -165,6 +165,8 @@ K3_EXPORT int k3_matmul(const k3_isa *isa, int threads, const k3_matrix *m, cons
 
 /* -- experts ---------------------------------------------------------------------------------------------------- */
 
+enum { OUTER_TILES = 2 };
+
 typedef struct {
     const k3_isa *isa;
     const k3_matrix *matrices; /* [experts, 3]: w1 gate, w2 down, w3 up */
@@ -199,21 +201,26 @@ static void inner_tile(void *context, int64_t item, int thread) {
     }
 }
 
-static void outer_tile(void *context, int64_t item, int thread) {
-    const experts_job *job = context;
-    int64_t row0 = item * K3_ROWS;
-    int rows = (int)at_most(job->matrices[1].rows - row0, K3_ROWS);
+static void outer_tile(const experts_job *job, int64_t expert, int64_t row0, int rows, int thread) {
     float *y = tile_buffer(thread, 0);
-    for (int64_t expert = 0; expert < job->experts; expert++)
-        for (int64_t pair = job->start[expert]; pair < job->start[expert + 1]; pair += K3_TOKENS) {
-            int tokens = (int)at_most(job->start[expert + 1] - pair, K3_TOKENS);
-            job->isa->tile(&job->matrices[3 * expert + 1], row0, rows, job->inner + pair, tokens, y,
-                           tile_scratch(thread));
-            for (int t = 0; t < tokens; t++) {
-                float *out = job->out + job->row[pair + t] * job->out_stride + row0;
-                for (int r = 0; r < rows; r++) out[r] += job->weight[pair + t] * y[t * K3_ROWS + r];
-            }
+    for (int64_t pair = job->start[expert]; pair < job->start[expert + 1]; pair += K3_TOKENS) {
+        int tokens = (int)at_most(job->start[expert + 1] - pair, K3_TOKENS);
+        job->isa->tile(&job->matrices[3 * expert + 1], row0, rows, job->inner + pair, tokens, y, tile_scratch(thread));
+        for (int t = 0; t < tokens; t++) {
+            float *out = job->out + job->row[pair + t] * job->out_stride + row0;
+            for (int r = 0; r < rows; r++) out[r] += job->weight[pair + t] * y[t * K3_ROWS + r];
         }
+    }
+}
+
+/* OUTER_TILES tiles of rows of all experts, so that long stretches of each expert are read. */
+static void outer_tiles(void *context, int64_t item, int thread) {
+    const experts_job *job = context;
+    int64_t first = item * OUTER_TILES * K3_ROWS;
+    int64_t end = at_most(job->matrices[1].rows, first + OUTER_TILES * K3_ROWS);
+    for (int64_t expert = 0; expert < job->experts; expert++)
+        for (int64_t row0 = first; row0 < end; row0 += K3_ROWS)
+            outer_tile(job, expert, row0, (int)at_most(end - row0, K3_ROWS), thread);
 }
 
 /* out[row] += weight * w2 SiTU(w1 x[token], w3 x[token]) for each pair (token, row, weight), experts in the given order;
@@ -244,7 +251,7 @@ K3_EXPORT int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *ma
         .out = out, .out_stride = out_stride, .beta = beta, .linear_beta = linear_beta,
     };
     k3_run(inner_tile, &job, experts * job.inner_blocks);
-    k3_run(outer_tile, &job, blocks_of(matrices[1].rows, K3_ROWS));
+    k3_run(outer_tiles, &job, blocks_of(matrices[1].rows, OUTER_TILES * K3_ROWS));
     return leave(0);
 }
 

@@ -1,7 +1,7 @@
 /* The products, once for each instruction set: K3_ISA_* says which vec_*.h gives the vectors.
  *
- * The order of every sum is fixed: lane l of a row's accumulator adds its products in rising unit order by fused
- * multiply-add, the lanes are added at the end. A tile for one token and a tile for many do the same, so that the
+ * The order of every sum is fixed: lane l of a row's LANES partial sums adds its products in rising unit order by
+ * fused multiply-add, the lanes are added at the end. A tile for one token and a tile for many do the same, so that the
  * bits of an element depend neither on threads nor on how many tokens are computed together. */
 #include "k3cpu.h"
 
@@ -32,31 +32,14 @@ INLINE float float_of_half(uint16_t h) {
     return float_of_bits(sign | (exponent ? normal : small));
 }
 
-/* The statements for index = 0..count-1, count a constant of at most 8, written out: every index is a constant, which
- * lets any compiler keep arrays of vectors in registers. */
-#if defined(K3_ISA_AVX512) || defined(K3_ISA_AVX2) || defined(K3_ISA_NEON)
-#define TIMES(index, count, ...)                                                                                   \
-    do {                                                                                                           \
-        TIME(0, index, count, __VA_ARGS__)                                                                         \
-        TIME(1, index, count, __VA_ARGS__)                                                                         \
-        TIME(2, index, count, __VA_ARGS__)                                                                         \
-        TIME(3, index, count, __VA_ARGS__)                                                                         \
-        TIME(4, index, count, __VA_ARGS__)                                                                         \
-        TIME(5, index, count, __VA_ARGS__)                                                                         \
-        TIME(6, index, count, __VA_ARGS__)                                                                         \
-        TIME(7, index, count, __VA_ARGS__)                                                                         \
-    } while (0)
-#define TIME(value, index, count, ...)                                                                             \
-    if (value < (count)) {                                                                                         \
-        enum { index = value };                                                                                    \
-        __VA_ARGS__                                                                                                \
-    }
-#else /* more registers than portable code can count on: a loop is as fast and compiles sooner */
-#define TIMES(index, count, ...)                                                                                   \
-    for (int index = 0; index < (count); index++) {                                                                \
-        __VA_ARGS__                                                                                                \
-    }
+/* The statements for index = 0..count-1, count a constant, written out: arrays of vectors stay in registers. */
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 8")
 #endif
+#define TIMES(index, count, ...)                                                                                   \
+    UNROLL for (int index = 0; index < (count); index++) { __VA_ARGS__ }
 
 #if defined(K3_ISA_AVX512)
 #include "vec_avx512.h"
@@ -70,52 +53,58 @@ INLINE float float_of_half(uint16_t h) {
 
 #include "situ.h"
 
-/* Weights are decoded into registers for up to FEW tokens at a time, and at most FEW_ROUNDS times. */
-enum { FEW = 4, FEW_ROUNDS = 4 };
+/* Up to FEW_TOKENS tokens, weights are decoded into registers for 4, 2 or 1 at a time, FEW_BLOCK rows in turn. */
+enum { FEW = 4, FEW_BLOCK = 4 };
+enum { LANES = VL * ACCUMULATORS }; /* a sum is kept in so many parts, enough to hide the latency of an addition */
 enum { UNIT_VECTORS = UNIT / VL, GROUPS = K3_DEPTH / 32, ONE_DEPTH = 4096, ONE_GROUPS = ONE_DEPTH / 32 };
 enum { TILE_ROWS = (K3_ROWS + MR - 1) / MR * MR }; /* rows of the decoded tile; those beyond K3_ROWS are zero */
+enum { AHEAD = 3 << 11 };                          /* least distance in bytes at which rows are fetched ahead */
 
-/* Twice the e2m1 values: integers, and with scales of 2^(s - 130) no decoded weight leaves the range of float32 at
- * either end. The product is multiplied by MXFP4_FACTOR when it is stored. */
-static const float mxfp4_codes[16] = {0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12};
 static const float integers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#define MXFP4_FACTOR 4.0f
+
+/* The scales of a row's groups: the stored bytes of MXFP4, numbers of the affine formats. */
+typedef struct {
+    const uint8_t *code;
+    const float *scale, *bias;
+} row_scales;
 
 /* Bits of a weight; a unit has UNIT * bits / 8 bytes. */
 INLINE int weight_bits(const int format) {
     return format <= K3_Q4 ? 4 : format == K3_Q8 ? 8 : format == K3_F32 ? 32 : 16;
 }
 
-INLINE int group_shift(const int format, const k3_matrix *m) {
-    return format == K3_MXFP4 || m->group == 32 ? 5 : m->group == 64 ? 6 : 7;
-}
-
-/* Scales first..first+count-1 of a row as floats. */
-INLINE void widen(const int format, int type, const uint8_t *row, int64_t first, int64_t count, float *out) {
-    if (format == K3_MXFP4) {
-        const uint8_t *p = row + first;
-        for (int64_t i = 0; i < count; i++) {
-            uint32_t bits = (uint32_t)p[i] << 23;
-            bits |= p[i] == 0 || p[i] == 255 ? 0x00400000u : 0; /* the subnormal 2^-127 and NaN */
-            out[i] = float_of_bits(bits) * 0.125f;
-        }
-    } else if (type == K3_SCALE_F32) {
+/* `count` scales or biases of an affine row, from number `first` on, as floats. */
+INLINE void widen(int type, const uint8_t *row, int64_t first, int64_t count, float *out) {
+    const uint8_t *p = row + 2 * first;
+    int64_t i = 0;
+    if (type == K3_SCALE_F32) {
         memcpy(out, row + 4 * first, (size_t)(4 * count));
+    } else if (type == K3_SCALE_BF16) {
+        for (; i + VL <= count; i += VL) v_store(out + i, v_bf16(p + 2 * i));
+        for (; i < count; i++) out[i] = float_of_bits((uint32_t)load_u16(p + 2 * i) << 16);
     } else {
-        const uint8_t *p = row + 2 * first;
-        if (type == K3_SCALE_BF16)
-            for (int64_t i = 0; i < count; i++) out[i] = float_of_bits((uint32_t)load_u16(p + 2 * i) << 16);
-        else
-            for (int64_t i = 0; i < count; i++) out[i] = float_of_half(load_u16(p + 2 * i));
+        for (; i + VL <= count; i += VL) v_store(out + i, v_f16(p + 2 * i));
+        for (; i < count; i++) out[i] = float_of_half(load_u16(p + 2 * i));
     }
 }
 
-/* Weights of the unit at p; s and b point at the scales of the unit's first group. */
-INLINE void decode_unit(const int format, const uint8_t *p, const float *s, const float *b, int shift, vtable table,
-                        vf *w) {
-    if (format == K3_MXFP4) v_mxfp4(p, s, table, w);
-    if (format == K3_Q4) v_q4(p, s, b, shift, table, w);
-    if (format == K3_Q8) v_q8(p, s, b, shift, w);
+/* The scales of `columns` columns of a row from c0 on, which starts a group; s and b are room for numbers. */
+INLINE row_scales scales_of(const int format, const int shift, const k3_matrix *m, int64_t row, int64_t c0,
+                            int64_t columns, float *s, float *b) {
+    const uint8_t *scale = m->scale + row * m->scale_bytes, *bias = m->bias + row * m->scale_bytes;
+    if (format == K3_MXFP4) return (row_scales){scale + (c0 >> shift), s, b};
+    if (format <= K3_Q8) {
+        widen(m->scale_type, scale, c0 >> shift, columns >> shift, s);
+        widen(m->scale_type, bias, c0 >> shift, columns >> shift, b);
+    }
+    return (row_scales){NULL, s, b};
+}
+
+/* Weights of the unit at p, whose scales have number g. */
+INLINE void decode_unit(const int format, const uint8_t *p, row_scales scales, int64_t g, vtable table, vf *w) {
+    if (format == K3_MXFP4) v_mxfp4(p, scales.code[g], w);
+    if (format == K3_Q4) v_q4(p, scales.scale[g], scales.bias[g], table, w);
+    if (format == K3_Q8) v_q8(p, scales.scale[g], scales.bias[g], w);
     for (int i = 0; i < UNIT_VECTORS; i++) {
         if (format == K3_BF16) w[i] = v_bf16(p + 2 * VL * i);
         if (format == K3_F16) w[i] = v_f16(p + 2 * VL * i);
@@ -130,110 +119,123 @@ INLINE const uint8_t *last_unit(const int format, const uint8_t *p, int64_t colu
     return copy;
 }
 
+/* The parts of a sum, added in pairs. */
+INLINE float sum_of(const vf *parts) {
+    if (ACCUMULATORS == 1) return v_sum(parts[0]);
+    if (ACCUMULATORS == 2) return v_sum(v_add(parts[0], parts[1]));
+    return v_sum(v_add(v_add(parts[0], parts[1]), v_add(parts[2], parts[3])));
+}
+
 /* sum[t] += the unit at p, which holds columns c.. of a row, times x[t]. */
-INLINE void add_unit(const int format, const int N, const uint8_t *p, const float *s, const float *b, int64_t c,
-                     int shift, vtable table, const float *const *x, vf *sum) {
+INLINE void add_unit(const int format, const int N, const uint8_t *p, row_scales scales, int64_t g, int64_t c,
+                     vtable table, const float *const *x, vf sum[][ACCUMULATORS]) {
     vf w[UNIT_VECTORS];
-    decode_unit(format, p, s + (c >> shift), b + (c >> shift), shift, table, w);
-    TIMES(i, UNIT_VECTORS, TIMES(t, N, sum[t] = v_fma(w[i], v_load(x[t] + c + VL * i), sum[t]);););
+    decode_unit(format, p, scales, g, table, w);
+    TIMES(i, UNIT_VECTORS, TIMES(t, N, {
+              vf *part = &sum[t][i % ACCUMULATORS];
+              *part = v_fma(w[i], v_load(x[t] + c + VL * i), *part);
+          }););
 }
 
 /* R rows times N tokens, decoded into registers. The rows that come next are fetched from memory meanwhile: a CPU's
  * own prefetching stops at the end of each short row. */
-INLINE void rows_few(const int format, const int R, const int N, const k3_matrix *m, int64_t row0,
+INLINE void rows_few(const int format, const int shift, const int R, const int N, const k3_matrix *m, int64_t row0,
                      const float *const *x, float *y) {
-    const int bytes = UNIT * weight_bits(format) / 8, scaled = format <= K3_Q8, shift = group_shift(format, m);
-    const int line = bytes < 64 ? 64 / bytes : 1; /* units of a cache line */
-    const int64_t ahead = MR1 * m->row_bytes;
-    const vtable table = v_table(format == K3_MXFP4 ? mxfp4_codes : integers);
-    float s[MR1][ONE_GROUPS], b[MR1][ONE_GROUPS];
+    const int bytes = UNIT * weight_bits(format) / 8;
+    const int line = bytes < 64 ? 64 / bytes : 1; /* units of a cache line: a whole group or part of one */
+    const int64_t block = R * m->row_bytes, ahead = block < AHEAD ? AHEAD / block * block + block : block;
+    const vtable table = v_table(integers);
+    float s[FEW_BLOCK][ONE_GROUPS], b[FEW_BLOCK][ONE_GROUPS];
     uint8_t copy[UNIT * 4];
-    vf sum[MR1][FEW];
-    TIMES(r, R, TIMES(t, N, sum[r][t] = v_zero();););
+    vf sum[FEW_BLOCK][FEW][ACCUMULATORS];
+    TIMES(r, R, TIMES(t, N, TIMES(a, ACCUMULATORS, sum[r][t][a] = v_zero(););););
     for (int64_t c0 = 0; c0 < m->cols; c0 += ONE_DEPTH) {
         int64_t columns = m->cols - c0 < ONE_DEPTH ? m->cols - c0 : ONE_DEPTH, full = columns / UNIT;
-        const uint8_t *p[MR1];
+        const uint8_t *p[FEW_BLOCK];
         const float *xc[FEW];
+        row_scales scales[FEW_BLOCK];
         for (int t = 0; t < N; t++) xc[t] = x[t] + c0;
         for (int r = 0; r < R; r++) {
             p[r] = m->weight + (row0 + r) * m->row_bytes + c0 * weight_bits(format) / 8;
-            if (!scaled) continue;
-            int64_t groups = columns >> shift;
-            widen(format, m->scale_type, m->scale + (row0 + r) * m->scale_bytes, c0 >> shift, groups, s[r]);
-            if (format != K3_MXFP4)
-                widen(format, m->scale_type, m->bias + (row0 + r) * m->scale_bytes, c0 >> shift, groups, b[r]);
+            scales[r] = scales_of(format, shift, m, row0 + r, c0, columns, s[r], b[r]);
         }
         int64_t u = 0;
-        for (; u + line <= full; u += line)
+        for (; u + line <= full; u += line) {
+            const int64_t g = u * UNIT >> shift;
             TIMES(r, R, {
                 __builtin_prefetch(p[r] + u * bytes + ahead);
                 if (bytes > 64) __builtin_prefetch(p[r] + u * bytes + ahead + 64);
-                TIMES(i, line, {
-                    add_unit(format, N, p[r] + (u + i) * bytes, s[r], b[r], (u + i) * UNIT, shift, table, xc, sum[r]);
-                });
             });
+            TIMES(i, line, TIMES(r, R, {
+                      add_unit(format, N, p[r] + (u + i) * bytes, scales[r], g + (i * UNIT >> shift), (u + i) * UNIT,
+                               table, xc, sum[r]);
+                  }););
+        }
         for (; u < full; u++)
             TIMES(r, R, {
-                add_unit(format, N, p[r] + u * bytes, s[r], b[r], u * UNIT, shift, table, xc, sum[r]);
+                add_unit(format, N, p[r] + u * bytes, scales[r], u * UNIT >> shift, u * UNIT, table, xc, sum[r]);
             });
-        if (columns % UNIT)
+        if (format > K3_Q8 && columns % UNIT)
             TIMES(r, R, {
                 const uint8_t *last = last_unit(format, p[r] + full * bytes, columns % UNIT, copy);
-                add_unit(format, N, last, s[r], b[r], full * UNIT, shift, table, xc, sum[r]);
+                add_unit(format, N, last, scales[r], full * UNIT >> shift, full * UNIT, table, xc, sum[r]);
             });
     }
-    TIMES(r, R, TIMES(t, N, y[t * K3_ROWS + r] = v_sum(sum[r][t]);););
+    TIMES(r, R, TIMES(t, N, y[t * K3_ROWS + r] = sum_of(sum[r][t]);););
 }
 
-INLINE void tile_few(const int format, const k3_matrix *m, int64_t row0, int rows, const float *const *x, int tokens,
-                     float *y) {
+/* FEW_BLOCK rows times N tokens. */
+INLINE void block_few(const int format, const int shift, const int N, const k3_matrix *m, int64_t row0,
+                      const float *const *x, float *y) {
+    const int R = FEW_ROWS(N);
+    for (int r = 0; r < FEW_BLOCK; r += R) rows_few(format, shift, R, N, m, row0 + r, x, y + r);
+}
+
+INLINE void tile_few(const int format, const int shift, const k3_matrix *m, int64_t row0, int rows,
+                     const float *const *x, int tokens, float *y) {
     int r = 0;
-    for (; r + MR1 <= rows; r += MR1)
-        for (int t = 0; t < tokens;) {
-            int count = tokens - t < FEW ? tokens - t : FEW;
-            if (count == FEW) rows_few(format, MR1, FEW, m, row0 + r, x + t, y + t * K3_ROWS + r);
-            if (count == 3) rows_few(format, MR1, 3, m, row0 + r, x + t, y + t * K3_ROWS + r);
-            if (count == 2) rows_few(format, MR1, 2, m, row0 + r, x + t, y + t * K3_ROWS + r);
-            if (count == 1) rows_few(format, MR1, 1, m, row0 + r, x + t, y + t * K3_ROWS + r);
-            t += count;
-        }
+    for (; r + FEW_BLOCK <= rows; r += FEW_BLOCK) {
+        int t = 0;
+        for (; t + 4 <= tokens; t += 4) block_few(format, shift, 4, m, row0 + r, x + t, y + t * K3_ROWS + r);
+        for (; t + 2 <= tokens; t += 2) block_few(format, shift, 2, m, row0 + r, x + t, y + t * K3_ROWS + r);
+        for (; t < tokens; t++) block_few(format, shift, 1, m, row0 + r, x + t, y + t * K3_ROWS + r);
+    }
     for (; r < rows; r++)
-        for (int t = 0; t < tokens; t++) rows_few(format, 1, 1, m, row0 + r, x + t, y + t * K3_ROWS + r);
+        for (int t = 0; t < tokens; t++) rows_few(format, shift, 1, 1, m, row0 + r, x + t, y + t * K3_ROWS + r);
 }
 
 /* Columns c0..c0+columns-1 of a row as floats, zeros up to a whole unit. */
-INLINE void decode_row(const int format, const k3_matrix *m, int64_t row, int64_t c0, int64_t columns, float *out) {
-    const int bytes = UNIT * weight_bits(format) / 8, scaled = format <= K3_Q8, shift = group_shift(format, m);
-    const vtable table = v_table(format == K3_MXFP4 ? mxfp4_codes : integers);
+INLINE void decode_row(const int format, const int shift, const k3_matrix *m, int64_t row, int64_t c0,
+                       int64_t columns, float *out) {
+    const int bytes = UNIT * weight_bits(format) / 8;
+    const vtable table = v_table(integers);
     float s[GROUPS], b[GROUPS];
     uint8_t copy[UNIT * 4];
-    if (scaled) {
-        widen(format, m->scale_type, m->scale + row * m->scale_bytes, c0 >> shift, columns >> shift, s);
-        if (format != K3_MXFP4)
-            widen(format, m->scale_type, m->bias + row * m->scale_bytes, c0 >> shift, columns >> shift, b);
-    }
+    const row_scales scales = scales_of(format, shift, m, row, c0, columns, s, b);
     const uint8_t *p = m->weight + row * m->row_bytes + c0 * weight_bits(format) / 8;
     for (int64_t c = 0; c < columns; c += UNIT, p += bytes, out += UNIT) {
         vf w[UNIT_VECTORS];
         const uint8_t *from = columns - c < UNIT ? last_unit(format, p, columns - c, copy) : p;
-        decode_unit(format, from, s + (c >> shift), b + (c >> shift), shift, table, w);
+        decode_unit(format, from, scales, c >> shift, table, w);
         for (int i = 0; i < UNIT_VECTORS; i++) v_store(out + VL * i, w[i]);
     }
 }
 
-/* sum[t][r] += w[r] . x[t] over `columns` columns; MR decoded rows, N tokens, all sums in registers. */
+/* sum[t][r] += w[r] . x[t] over `columns` columns; MR decoded rows, N tokens, all sums of one part in registers. */
 INLINE void block(const int N, const float *w, const float *const *x, int64_t c0, int64_t columns, float *sums) {
-    vf sum[NT][MR];
-    TIMES(t, N, TIMES(r, MR, sum[t][r] = v_load(sums + (t * TILE_ROWS + r) * VL);););
-    for (int64_t c = 0; c < columns; c += VL) {
-        vf wr[MR];
-        TIMES(r, MR, wr[r] = v_load(w + r * K3_DEPTH + c););
-        TIMES(t, N, {
-            vf xv = v_load(x[t] + c0 + c);
-            TIMES(r, MR, sum[t][r] = v_fma(wr[r], xv, sum[t][r]););
-        });
+    for (int part = 0; part < LANES; part += VL) {
+        vf sum[NT][MR];
+        TIMES(t, N, TIMES(r, MR, sum[t][r] = v_load(sums + (t * TILE_ROWS + r) * LANES + part);););
+        for (int64_t c = part; c < columns; c += LANES) {
+            vf wr[MR];
+            TIMES(r, MR, wr[r] = v_load(w + r * K3_DEPTH + c););
+            TIMES(t, N, {
+                vf xv = v_load(x[t] + c0 + c);
+                TIMES(r, MR, sum[t][r] = v_fma(wr[r], xv, sum[t][r]););
+            });
+        }
+        TIMES(t, N, TIMES(r, MR, v_store(sums + (t * TILE_ROWS + r) * LANES + part, sum[t][r]);););
     }
-    TIMES(t, N, TIMES(r, MR, v_store(sums + (t * TILE_ROWS + r) * VL, sum[t][r]);););
 }
 
 typedef void (*block_function)(const float *w, const float *const *x, int64_t c0, int64_t columns, float *sums);
@@ -261,60 +263,72 @@ static const block_function blocks[] = {
 #endif
 };
 
-INLINE void tile_many(const int format, const k3_matrix *m, int64_t row0, int rows, const float *const *x, int tokens,
-                      float *y, uint8_t *scratch) {
+INLINE void tile_many(const int format, const int shift, const k3_matrix *m, int64_t row0, int rows,
+                      const float *const *x, int tokens, float *y, uint8_t *scratch) {
     float *w = (float *)scratch;            /* [TILE_ROWS, K3_DEPTH] */
-    float *sums = w + TILE_ROWS * K3_DEPTH; /* [K3_TOKENS, TILE_ROWS, VL] */
+    float *sums = w + TILE_ROWS * K3_DEPTH; /* [K3_TOKENS, TILE_ROWS, LANES] */
     int row_blocks = (rows + MR - 1) / MR, panels = (tokens + NT - 1) / NT;
-    memset(sums, 0, (size_t)tokens * TILE_ROWS * VL * sizeof(float));
+    memset(sums, 0, (size_t)tokens * TILE_ROWS * LANES * sizeof(float));
     for (int r = rows; r < row_blocks * MR; r++) memset(w + r * K3_DEPTH, 0, K3_DEPTH * sizeof(float));
     for (int64_t c0 = 0; c0 < m->cols; c0 += K3_DEPTH) {
         int64_t columns = m->cols - c0 < K3_DEPTH ? m->cols - c0 : K3_DEPTH;
-        for (int r = 0; r < rows; r++) decode_row(format, m, row0 + r, c0, columns, w + r * K3_DEPTH);
+        for (int r = 0; r < rows; r++) decode_row(format, shift, m, row0 + r, c0, columns, w + r * K3_DEPTH);
         columns = (columns + UNIT - 1) / UNIT * UNIT;
         for (int panel = 0; panel < panels; panel++) {
             int t0 = tokens * panel / panels, t1 = tokens * (panel + 1) / panels;
             for (int r = 0; r < row_blocks; r++)
-                blocks[t1 - t0 - 1](w + r * MR * K3_DEPTH, x + t0, c0, columns, sums + (t0 * TILE_ROWS + r * MR) * VL);
+                blocks[t1 - t0 - 1](w + r * MR * K3_DEPTH, x + t0, c0, columns, sums + (t0 * TILE_ROWS + r * MR) * LANES);
         }
     }
     for (int t = 0; t < tokens; t++)
-        for (int r = 0; r < rows; r++) y[t * K3_ROWS + r] = v_sum(v_load(sums + (t * TILE_ROWS + r) * VL));
+        for (int r = 0; r < rows; r++) {
+            const float *lanes = sums + (t * TILE_ROWS + r) * LANES;
+            vf parts[ACCUMULATORS];
+            TIMES(a, ACCUMULATORS, parts[a] = v_load(lanes + a * VL););
+            y[t * K3_ROWS + r] = sum_of(parts);
+        }
 }
 
-INLINE void tile_format(const int format, const k3_matrix *m, int64_t row0, int rows, const float *const *x,
-                        int tokens, float *y, uint8_t *scratch) {
-    if (tokens <= FEW_ROUNDS * FEW)
-        tile_few(format, m, row0, rows, x, tokens, y);
+INLINE void tile_format(const int format, const int shift, const k3_matrix *m, int64_t row0, int rows,
+                        const float *const *x, int tokens, float *y, uint8_t *scratch) {
+    if (tokens <= FEW_TOKENS)
+        tile_few(format, shift, m, row0, rows, x, tokens, y);
     else
-        tile_many(format, m, row0, rows, x, tokens, y, scratch);
+        tile_many(format, shift, m, row0, rows, x, tokens, y, scratch);
     if (format == K3_MXFP4)
         for (int t = 0; t < tokens; t++)
-            for (int r = 0; r < rows; r++) y[t * K3_ROWS + r] *= MXFP4_FACTOR;
+            for (int r = 0; r < rows; r++) y[t * K3_ROWS + r] *= K3_MXFP4_FACTOR;
 }
 
-#define TILE(name, format)                                                                                         \
+/* A tile's function for a format, with the group size where there are groups: 1 << shift columns. */
+#define TILE(name, format, shift)                                                                                  \
     static __attribute__((noinline)) void name(const k3_matrix *m, int64_t row0, int rows, const float *const *x,   \
                                                int tokens, float *y, uint8_t *scratch) {                           \
-        tile_format(format, m, row0, rows, x, tokens, y, scratch);                                                 \
+        tile_format(format, shift, m, row0, rows, x, tokens, y, scratch);                                          \
     }
-TILE(tile_mxfp4, K3_MXFP4)
-TILE(tile_q4, K3_Q4)
-TILE(tile_q8, K3_Q8)
-TILE(tile_bf16, K3_BF16)
-TILE(tile_f16, K3_F16)
-TILE(tile_f32, K3_F32)
+TILE(tile_mxfp4, K3_MXFP4, 5)
+TILE(tile_q4_32, K3_Q4, 5)
+TILE(tile_q4_64, K3_Q4, 6)
+TILE(tile_q4_128, K3_Q4, 7)
+TILE(tile_q8_32, K3_Q8, 5)
+TILE(tile_q8_64, K3_Q8, 6)
+TILE(tile_q8_128, K3_Q8, 7)
+TILE(tile_bf16, K3_BF16, 5)
+TILE(tile_f16, K3_F16, 5)
+TILE(tile_f32, K3_F32, 5)
+
+typedef void (*tile_function)(const k3_matrix *m, int64_t row0, int rows, const float *const *x, int tokens, float *y,
+                              uint8_t *scratch);
 
 static void tile(const k3_matrix *m, int64_t row0, int rows, const float *const *x, int tokens, float *y,
                  uint8_t *scratch) {
-    switch (m->format) {
-    case K3_MXFP4: tile_mxfp4(m, row0, rows, x, tokens, y, scratch); break;
-    case K3_Q4: tile_q4(m, row0, rows, x, tokens, y, scratch); break;
-    case K3_Q8: tile_q8(m, row0, rows, x, tokens, y, scratch); break;
-    case K3_BF16: tile_bf16(m, row0, rows, x, tokens, y, scratch); break;
-    case K3_F16: tile_f16(m, row0, rows, x, tokens, y, scratch); break;
-    default: tile_f32(m, row0, rows, x, tokens, y, scratch);
-    }
+    static const tile_function q4[] = {tile_q4_32, tile_q4_64, tile_q4_128};
+    static const tile_function q8[] = {tile_q8_32, tile_q8_64, tile_q8_128};
+    static const tile_function others[] = {[K3_MXFP4] = tile_mxfp4, [K3_BF16] = tile_bf16, [K3_F16] = tile_f16,
+                                           [K3_F32] = tile_f32};
+    const int group = m->group == 32 ? 0 : m->group == 64 ? 1 : 2;
+    const tile_function function = m->format == K3_Q4 ? q4[group] : m->format == K3_Q8 ? q8[group] : others[m->format];
+    function(m, row0, rows, x, tokens, y, scratch);
 }
 
 static int64_t position(int format, int64_t c) { return REORDERS && format <= K3_Q4 ? v_position(c) : c; }
@@ -349,6 +363,6 @@ static uint64_t read_all(const uint8_t *p, int64_t bytes) {
 
 const k3_isa ISA_SYMBOL = {
     ISA_NAME,
-    (TILE_ROWS * K3_DEPTH + K3_TOKENS * TILE_ROWS * VL) * (int64_t)sizeof(float),
+    (TILE_ROWS * K3_DEPTH + K3_TOKENS * TILE_ROWS * LANES) * (int64_t)sizeof(float),
     pack, position, tile, situ, read_all,
 };

@@ -3,13 +3,15 @@
 
 #define ISA_SYMBOL k3_isa_avx512
 #define ISA_NAME "avx512"
-enum { VL = 16, MR = 4, NT = 6, MR1 = 4, UNIT = 32, REORDERS = 1 };
+enum { VL = 16, ACCUMULATORS = 1, MR = 4, NT = 6, UNIT = 32, FEW_TOKENS = 16, REORDERS = 1 };
+#define FEW_ROWS(tokens) 4
 typedef __m512 vf;
 typedef __m512 vtable;
 
 INLINE vf v_zero(void) { return _mm512_setzero_ps(); }
 INLINE vf v_load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void v_store(float *p, vf a) { _mm512_storeu_ps(p, a); }
+INLINE vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 INLINE vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE float v_sum(vf a) {
     __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
@@ -20,28 +22,26 @@ INLINE float v_sum(vf a) {
 
 INLINE vtable v_table(const float *codes) { return _mm512_loadu_ps(codes); }
 
-/* A unit of 32 columns is 16 bytes: the low nibbles, even columns, go to the first vector, the high ones to the
- * second. A look-up heeds only the low four bits of an index. */
-INLINE int64_t v_position(int64_t c) { return (c & ~31) + (c & 1) * 16 + (c >> 1 & 15); }
+/* A unit of 32 columns is 16 bytes, four words of 8 codes. Four lanes hold each word, shifted by 0 to 3 codes for the
+ * first vector and by 4 to 7 for the second: a look-up heeds only the low four bits of an index. */
+INLINE int64_t v_position(int64_t c) { return (c & ~31) + (c & 4) * 4 + (c & 3) * 4 + (c >> 3 & 3); }
 
-INLINE void codes32(const uint8_t *p, vtable table, vf *w) {
-    __m512i d = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
-    w[0] = _mm512_permutexvar_ps(d, table);
-    w[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(d, 4), table);
+INLINE void codes32(const uint8_t *p, __m512 table, vf *w) {
+    const __m512i first = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
+    const __m512i second = _mm512_setr_epi32(16, 16, 16, 16, 20, 20, 20, 20, 24, 24, 24, 24, 28, 28, 28, 28);
+    __m512i d = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
+    w[0] = _mm512_permutexvar_ps(_mm512_srlv_epi32(d, first), table);
+    w[1] = _mm512_permutexvar_ps(_mm512_srlv_epi32(d, second), table);
 }
 
-INLINE void v_mxfp4(const uint8_t *p, const float *s, vtable table, vf *w) {
-    codes32(p, _mm512_mul_ps(table, _mm512_set1_ps(s[0])), w);
+INLINE void v_mxfp4(const uint8_t *p, uint8_t scale, vf *w) { codes32(p, _mm512_load_ps(k3_mxfp4_values[scale]), w); }
+
+INLINE void v_q4(const uint8_t *p, float s, float b, vtable table, vf *w) {
+    codes32(p, _mm512_fmadd_ps(table, _mm512_set1_ps(s), _mm512_set1_ps(b)), w);
 }
 
-INLINE void v_q4(const uint8_t *p, const float *s, const float *b, int shift, vtable table, vf *w) {
-    (void)shift; /* a unit lies in one group */
-    codes32(p, _mm512_fmadd_ps(table, _mm512_set1_ps(s[0]), _mm512_set1_ps(b[0])), w);
-}
-
-INLINE void v_q8(const uint8_t *p, const float *s, const float *b, int shift, vf *w) {
-    (void)shift;
-    vf scale = _mm512_set1_ps(s[0]), bias = _mm512_set1_ps(b[0]);
+INLINE void v_q8(const uint8_t *p, float s, float b, vf *w) {
+    vf scale = _mm512_set1_ps(s), bias = _mm512_set1_ps(b);
     for (int t = 0; t < 2; t++) {
         vf q = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p + 16 * t))));
         w[t] = _mm512_fmadd_ps(q, scale, bias);

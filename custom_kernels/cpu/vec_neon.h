@@ -3,7 +3,8 @@
 
 #define ISA_SYMBOL k3_isa_neon
 #define ISA_NAME "neon"
-enum { VL = 4, MR = 4, NT = 5, MR1 = 4, UNIT = 32, REORDERS = 1 };
+enum { VL = 4, ACCUMULATORS = 4, MR = 4, NT = 5, UNIT = 32, FEW_TOKENS = 16, REORDERS = 1 };
+#define FEW_ROWS(tokens) ((tokens) == 1 ? 4 : (tokens) == 2 ? 2 : 1)
 typedef float32x4_t vf;
 typedef struct {
     uint8x16_t upper, lower; /* the bytes 3 and 2 of the code's float; the others are zero */
@@ -12,6 +13,7 @@ typedef struct {
 INLINE vf v_zero(void) { return vdupq_n_f32(0); }
 INLINE vf v_load(const float *p) { return vld1q_f32(p); }
 INLINE void v_store(float *p, vf a) { vst1q_f32(p, a); }
+INLINE vf v_add(vf a, vf b) { return vaddq_f32(a, b); }
 INLINE vf v_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 INLINE float v_sum(vf a) { return vaddvq_f32(a); }
 
@@ -44,25 +46,23 @@ INLINE void codes32(const uint8_t *p, vtable table, vf *w) {
     floats16(vshrq_n_u8(d, 4), table, w + 4);
 }
 
-INLINE void v_mxfp4(const uint8_t *p, const float *s, vtable table, vf *w) {
-    codes32(p, table, w);
-    for (int t = 0; t < 8; t++) w[t] = vmulq_n_f32(w[t], s[0]);
+INLINE void v_mxfp4(const uint8_t *p, uint8_t scale, vf *w) {
+    const k3_mxfp4_bytes *values = &k3_mxfp4_halves[scale];
+    codes32(p, (vtable){vld1q_u8(values->upper), vld1q_u8(values->lower)}, w);
 }
 
-INLINE void v_q4(const uint8_t *p, const float *s, const float *b, int shift, vtable table, vf *w) {
-    (void)shift; /* a unit lies in one group */
+INLINE void v_q4(const uint8_t *p, float s, float b, vtable table, vf *w) {
     codes32(p, table, w);
-    vf bias = vdupq_n_f32(b[0]);
-    for (int t = 0; t < 8; t++) w[t] = vfmaq_n_f32(bias, w[t], s[0]);
+    vf bias = vdupq_n_f32(b);
+    for (int t = 0; t < 8; t++) w[t] = vfmaq_n_f32(bias, w[t], s);
 }
 
-INLINE void v_q8(const uint8_t *p, const float *s, const float *b, int shift, vf *w) {
-    (void)shift;
-    vf bias = vdupq_n_f32(b[0]);
+INLINE void v_q8(const uint8_t *p, float s, float b, vf *w) {
+    vf bias = vdupq_n_f32(b);
     for (int t = 0; t < 4; t++) {
         uint16x8_t q = vmovl_u8(vld1_u8(p + 8 * t));
-        w[2 * t] = vfmaq_n_f32(bias, vcvtq_f32_u32(vmovl_u16(vget_low_u16(q))), s[0]);
-        w[2 * t + 1] = vfmaq_n_f32(bias, vcvtq_f32_u32(vmovl_high_u16(q)), s[0]);
+        w[2 * t] = vfmaq_n_f32(bias, vcvtq_f32_u32(vmovl_u16(vget_low_u16(q))), s);
+        w[2 * t + 1] = vfmaq_n_f32(bias, vcvtq_f32_u32(vmovl_high_u16(q)), s);
     }
 }
 

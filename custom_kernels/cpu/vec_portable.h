@@ -2,11 +2,10 @@
  * added, which is the one difference in arithmetic from the other instruction sets. */
 #define ISA_SYMBOL k3_isa_portable
 #define ISA_NAME "portable"
-enum { VL = 4, MR = 2, NT = 4, MR1 = 2, UNIT = 32, REORDERS = 0 };
+enum { VL = 4, ACCUMULATORS = 1, MR = 2, NT = 4, UNIT = 32, FEW_TOKENS = 16, REORDERS = 0 };
+#define FEW_ROWS(tokens) 2
 typedef float vf __attribute__((vector_size(16)));
-typedef struct {
-    float code[16];
-} vtable;
+typedef int vtable; /* codes are computed, not looked up */
 
 INLINE vf v_zero(void) { return (vf){0, 0, 0, 0}; }
 INLINE vf v_load(const float *p) {
@@ -15,22 +14,22 @@ INLINE vf v_load(const float *p) {
     return a;
 }
 INLINE void v_store(float *p, vf a) { memcpy(p, &a, sizeof a); }
+INLINE vf v_add(vf a, vf b) { return a + b; }
 INLINE vf v_fma(vf a, vf b, vf c) { return a * b + c; }
 INLINE float v_sum(vf a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 
 INLINE vtable v_table(const float *codes) {
-    vtable table;
-    memcpy(table.code, codes, sizeof table.code);
-    return table;
+    (void)codes;
+    return 0;
 }
 
 INLINE int64_t v_position(int64_t c) { return c; }
 
-INLINE void v_mxfp4(const uint8_t *p, const float *s, vtable table, vf *w) {
+INLINE void v_mxfp4(const uint8_t *p, uint8_t scale, vf *w) {
     float values[32];
     for (int c = 0; c < 16; c++) {
-        values[2 * c] = table.code[p[c] & 15] * s[0];
-        values[2 * c + 1] = table.code[p[c] >> 4] * s[0];
+        values[2 * c] = k3_mxfp4_values[scale][p[c] & 15];
+        values[2 * c + 1] = k3_mxfp4_values[scale][p[c] >> 4];
     }
     memcpy(w, values, sizeof values);
 }
@@ -38,21 +37,19 @@ INLINE void v_mxfp4(const uint8_t *p, const float *s, vtable table, vf *w) {
 /* Rounded once, as a fused multiply-add would: the product is exact in double. */
 INLINE float affine(int q, float s, float b) { return (float)((double)q * s + b); }
 
-INLINE void v_q4(const uint8_t *p, const float *s, const float *b, int shift, vtable table, vf *w) {
+INLINE void v_q4(const uint8_t *p, float s, float b, vtable table, vf *w) {
     float values[32];
-    (void)shift; /* a unit lies in one group */
     (void)table;
     for (int c = 0; c < 16; c++) {
-        values[2 * c] = affine(p[c] & 15, s[0], b[0]);
-        values[2 * c + 1] = affine(p[c] >> 4, s[0], b[0]);
+        values[2 * c] = affine(p[c] & 15, s, b);
+        values[2 * c + 1] = affine(p[c] >> 4, s, b);
     }
     memcpy(w, values, sizeof values);
 }
 
-INLINE void v_q8(const uint8_t *p, const float *s, const float *b, int shift, vf *w) {
+INLINE void v_q8(const uint8_t *p, float s, float b, vf *w) {
     float values[32];
-    (void)shift;
-    for (int c = 0; c < 32; c++) values[c] = affine(p[c], s[0], b[0]);
+    for (int c = 0; c < 32; c++) values[c] = affine(p[c], s, b);
     memcpy(w, values, sizeof values);
 }
 

@@ -26,6 +26,7 @@ FLAGS = [
     *("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 ]
+PLAIN_UNITS = ("api", "pool", "tables", "kernels")
 ISA_FLAGS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "AVX2": ["-mavx2", "-mfma", "-mf16c"],
@@ -91,7 +92,7 @@ def build(
         f"-ffile-prefix-map={folder}=cpu",
         f'-DK3_SOURCE_ID="{source_id(folder)}"',
     ]
-    units: list[tuple[str, list[str]]] = [("api", []), ("pool", []), ("kernels", [])]
+    units: list[tuple[str, list[str]]] = [(name, []) for name in PLAIN_UNITS]
     for isa, flags in ISA_FLAGS.get(machine, {}).items():
         units.append(("kernels", [f"-DK3_ISA_{isa}", *flags]))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +111,7 @@ def build(
         if failures:
             raise BuildError(f"{shlex.join(command)} failed: {failures[0].strip()[:2000]}")
         linked = f"{work}/{target.name}"
-        _output([*command, "-shared", *extra_flags, "-o", linked, *objects, "-lpthread"])
+        _output([*command, "-shared", *extra_flags, "-o", linked, *objects, "-lpthread", "-lm"])
         os.replace(linked, target)
     return target
 

@@ -49,12 +49,12 @@ def build_harness(folder: Path, compiler: str, units: list[tuple[str, list[str]]
         ]
         subprocess.run(command, check=True)
     program = folder / "harness"
-    subprocess.run([compiler, *flags, *objects, "-o", str(program), "-lpthread"], check=True)
+    subprocess.run([compiler, *flags, *objects, "-o", str(program), "-lpthread", "-lm"], check=True)
     return program
 
 
 def all_units(machine: str) -> list[tuple[str, list[str]]]:
-    units: list[tuple[str, list[str]]] = [("api", []), ("pool", []), ("kernels", [])]
+    units: list[tuple[str, list[str]]] = [(name, []) for name in cpu_build.PLAIN_UNITS]
     isas = cpu_build.ISA_FLAGS.get(machine, {})
     return units + [("kernels", [f"-DK3_ISA_{isa}", *flags]) for isa, flags in isas.items()]
 
