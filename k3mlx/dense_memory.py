@@ -59,3 +59,12 @@ class Arena:
 def padded(nbytes: int) -> int:
     """What an array of so many bytes takes of a region."""
     return max(1, -(-nbytes // GRAIN)) * GRAIN
+
+
+def enough(layers: Iterable[Iterable[int]], at_once: int) -> int:
+    """Bytes of a region for the arrays of any `at_once` of these layers, each given as its arrays' sizes.
+
+    Gaps between layers that are in use may add up to an array more.
+    """
+    rooms = [list(map(padded, sizes)) for sizes in layers]
+    return sum(sorted(map(sum, rooms))[-at_once:]) + max(map(max, rooms), default=0)

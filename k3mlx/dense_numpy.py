@@ -19,7 +19,7 @@ from .checkpoint.names import TensorSpec, dense_specs, layer_specs
 from .checkpoint.safetensors import NUMPY_DTYPES
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
-from .dense_memory import Arena, Place, padded
+from .dense_memory import Arena, Place, enough, padded
 from .dense_native import linear, stored_format, stored_parts
 from .dense_reads import DenseReads, Read, Work, into
 from .errors import K3Error
@@ -50,8 +50,9 @@ class DenseReader:
         self._dtype = np.dtype(dtype)
         self._kernels = kernels
         self._streamed = frozenset(streamed)
-        sizes = sorted(sum(map(self._room, layer_specs(checkpoint.config, n))) for n in streamed)
-        self._arena = Arena(sum(sizes[-at_once:]))
+        self._arena = Arena(
+            enough([list(map(self._room, layer_specs(checkpoint.config, n))) for n in streamed], at_once)
+        )
         self._region = _region(self._arena.size)
         self._lent: dict[int, list[Place]] = {}
 

@@ -80,7 +80,8 @@ def backend_needs(
     dtype = dtype or default_dtype(choice)
     if choice.backend == "numpy":
         item = kda_item = 8 if dtype == "float64" else 4
-        dense = dense_bytes(checkpoint, size_as_stored(checkpoint) if as_stored else size_in(item))
+        size_of = size_as_stored(checkpoint) if as_stored else size_in(item)
+        dense = dense_bytes(checkpoint, size_of)
         at_once, many = sum(sorted(dense.layers)[-2:]), len(dense.layers) > 2
         copies = 3  # the old state, the new one, a snapshot
         decoded = config.moe_intermediate_size * config.routed_expert_hidden_size * item
@@ -90,16 +91,19 @@ def backend_needs(
 
     else:
         item, kda_item = (2 if dtype == "bfloat16" else 4), 4
-        dense = dense_bytes(checkpoint, size_in_codes(checkpoint, item, size_in(item, KEPT_FLOAT32)))
+        size_of = size_in_codes(checkpoint, item, size_in(item, KEPT_FLOAT32))
+        dense = dense_bytes(checkpoint, size_of)
         # a layer's arrays are needed until the next one has been evaluated: three of them at once
         at_once, many = sum(sorted(dense.layers)[-3:]), choice.device != "cuda" and len(dense.layers) > 3
         copies, item = 3, 4  # products of CPU streams are float32
         scratch = mlx_cache_limit
+    layers = range(config.num_hidden_layers)
+    largest = max(size_of(spec) for n in layers for spec in layer_specs(config, n))  # what gaps may add up to
     layout = ExpertLayout(checkpoint)
     return Needs(
         process=machine.footprint() or 0,
         dense=dense,
-        ring=at_once + staging_bytes(max(dense.stored)) if many else None,
+        ring=at_once + largest + staging_bytes(max(dense.stored)) if many else None,
         state=copies * state_bytes(config, context, item, kda_item),
         activations=lambda tokens: activation_bytes(config, tokens, context, item),
         scratch=scratch,

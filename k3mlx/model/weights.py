@@ -19,7 +19,7 @@ from k3mlx.checkpoint.quantized import QuantizedInfo
 from k3mlx.checkpoint.safetensors import TensorInfo
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.checkpoint.stored import DERIVED
-from k3mlx.dense_memory import padded
+from k3mlx.dense_memory import enough
 from k3mlx.dense_reads import DenseReads, Put, Read, Work, convert, into
 from k3mlx.on_disk import DiskMatrix
 
@@ -71,8 +71,7 @@ class Loader:
     def stream(self, layers: Collection[int], evaluations: Callable[[], int]) -> None:
         """Have a region for these layers, which are read at each use; `evaluations` counts those waited for."""
         if self.in_place and layers:
-            sizes = sorted(sum(map(padded, self._sizes(layer))) for layer in layers)
-            self._region = Region(sum(sizes[-_LAYERS_AT_ONCE:]), evaluations)
+            self._region = Region(enough(map(self._sizes, layers), _LAYERS_AT_ONCE), evaluations)
 
     def begin(self, layer: int, lend: bool = False) -> Callable[[], LayerWeights]:
         """Make the arrays of a layer; the result, which any thread may call, reads their contents into them.

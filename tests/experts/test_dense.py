@@ -11,7 +11,7 @@ from k3mlx.checkpoint.safetensors import read_header
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.checkpoint.writer import to_bf16, write_safetensors
 from k3mlx.dense import LayerRing, stored_sizes
-from k3mlx.dense_memory import Arena, padded
+from k3mlx.dense_memory import Arena, enough, padded
 from k3mlx.dense_numpy import DenseReader
 from k3mlx.dense_reads import DenseReads, Read, Work, into
 from k3mlx.errors import K3Error, ModelFilesError
@@ -134,6 +134,20 @@ def test_an_arena_gives_every_byte_once_and_takes_all_back():
     arena.give(held)
     assert arena.take(1 << 16) == (0, 1 << 16)
     assert arena.take(1) is None
+
+
+@pytest.mark.parametrize("at_once", [2, 3])
+def test_layers_of_the_released_proportions_go_round_a_region_that_is_enough(at_once):
+    """Five layers, the first with three arrays as large as two thirds of any other layer."""
+    usual = [352, 352, 352, 352, 352, 176, 176, 176, 7, 7, 1]
+    layers = [[969, 969, 969, *usual[:5]], usual, usual, [90, 352, 352, 200, 12, *usual[5:]], usual]
+    layers = [sorted((1000 * size for size in sizes), reverse=True) for sizes in layers]
+    arena, held = Arena(enough(layers, at_once)), []
+    for n in [0, 1, 2, 3, 4] * 20 + [0, 2, 4, 1, 3] * 20:
+        if len(held) == at_once:
+            arena.give(held.pop(0))
+        held.append([arena.take(size) for size in layers[n]])
+        assert None not in held[-1]
 
 
 def test_layers_in_turn_stay_in_the_region(folder):
