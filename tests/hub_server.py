@@ -38,6 +38,12 @@ class Stall(NamedTuple):
     after: int
 
 
+class Short(NamedTuple):
+    """Send so many bytes of the answer, of a length that is not told, and end as if that were all."""
+
+    after: int
+
+
 class Corrupt(NamedTuple):
     """Send the answer with one bit of this byte of the file turned."""
 
@@ -46,6 +52,12 @@ class Corrupt(NamedTuple):
 
 class WholeFile(NamedTuple):
     """Answer a range with 200 and the whole file, as some proxies do."""
+
+
+class OtherRange(NamedTuple):
+    """Answer a range with 206 and the file from this byte on."""
+
+    start: int
 
 
 class Sent(NamedTuple):
@@ -184,13 +196,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._status(Status(400))
             return
         start = int((self.headers.get("Range") or "bytes=0-")[6:].split("-")[0])
-        if isinstance(fault, WholeFile):
-            start = 0
+        if isinstance(fault, WholeFile | OtherRange):
+            start = getattr(fault, "start", 0)
         if start and start >= len(data):
             self._status(Status(416))
             return
         headers = [("X-Repo-Commit", self.server.commit), ("ETag", f'"{git_sha1(data)}"')]
-        headers.append(("Content-Length", str(len(data) - start)))
+        short = isinstance(fault, Short)
+        headers.append(("Connection", "close") if short else ("Content-Length", str(len(data) - start)))
         if start:
             headers.append(("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}"))
         self._head(206 if start else 200, headers)
@@ -198,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._body(name, _corrupted(data, fault), start, fault)
 
     def _body(self, name: str, data: bytes, start: int, fault: object) -> None:
-        end = start + fault.after if isinstance(fault, Cut | Stall) else len(data)
+        end = start + fault.after if isinstance(fault, Cut | Stall | Short) else len(data)
         at = start
         try:
             while at < end:
@@ -211,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
                 at += len(piece)
         finally:
             self.server.sent.append(Sent(name, start, at - start))
-            self.close_connection |= isinstance(fault, Cut | Stall)
+            self.close_connection |= isinstance(fault, Cut | Stall | Short)
         if isinstance(fault, Stall):
             self.server.ended.wait()
 

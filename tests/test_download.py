@@ -20,9 +20,22 @@ from k3mlx.checkpoint.resume import RECORD
 from k3mlx.download import Meter, Patience, Request, Result, download
 from k3mlx.download.places import STATE
 from k3mlx.errors import K3Error, ModelFilesError, ResourceError, UsageError
-from tests.hub_server import COMMIT, INFO, Corrupt, Cut, HubServer, Stall, Status, WholeFile, sha256
+from tests.hub_server import (
+    COMMIT,
+    INFO,
+    Corrupt,
+    Cut,
+    HubServer,
+    OtherRange,
+    Short,
+    Stall,
+    Status,
+    WholeFile,
+    sha256,
+)
 
 NANO = Path(k3mlx.__file__).parent / "models" / "k3-nano"
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 QUICK = Patience(timeout=5.0, attempts=3, first_wait=0.01, longest_wait=0.02)
 ONCE = replace(QUICK, attempts=1)
 SHARD, OTHER, VISION = (f"model-0000{n}-of-000003.safetensors" for n in (1, 2, 3))
@@ -30,6 +43,13 @@ SIZE = 655_361
 CUT = 3 << 16  # 30 % of a shard; clients of huggingface_hub below 1.0 hand over 64 KiB at a time
 
 needs_links = pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
 
 
 @pytest.fixture
@@ -188,7 +208,7 @@ def test_shards_with_the_same_bytes_outside_the_cache(
 # interrupted
 
 
-@pytest.mark.parametrize("fault", [Cut(CUT), Stall(CUT)])
+@pytest.mark.parametrize("fault", [Cut(CUT), Stall(CUT), Short(CUT)])
 def test_one_run_goes_on_after_a_cut_and_a_stall(server: HubServer, request_: Request, fault: object) -> None:
     server.faults[SHARD].append(fault)
     _, notes = run(replace(request_, patience=replace(QUICK, timeout=0.3)))
@@ -198,6 +218,12 @@ def test_one_run_goes_on_after_a_cut_and_a_stall(server: HubServer, request_: Re
     assert second.start == first.count == CUT
     assert f"{SHARD}: " in notes
     assert "next attempt in 0.01 s" in notes
+
+
+def test_any_number_of_cuts_as_long_as_something_comes(server: HubServer, request_: Request) -> None:
+    server.faults[SHARD] += [Cut(1 << 16)] * 5
+    run(replace(request_, patience=replace(QUICK, attempts=2)))
+    check_files(server, request_.local_dir, VISION)
 
 
 def test_the_next_run_goes_on_after_a_cut(server: HubServer, request_: Request) -> None:
@@ -230,11 +256,12 @@ def test_the_next_run_takes_the_commit_of_the_first(server: HubServer, request_:
     assert run(request_)[0].received == 0
 
 
-@pytest.mark.parametrize("fault", [WholeFile(), Status(416)])
+@pytest.mark.parametrize("fault", [WholeFile(), OtherRange(5), Status(416)])
 def test_a_server_that_will_not_go_on(server: HubServer, request_: Request, fault: object) -> None:
     server.faults[SHARD] += [Cut(CUT), fault]
-    run(request_)
+    _, notes = run(request_)
     check_files(server, request_.local_dir, VISION)
+    assert "wrong hash" not in notes
 
 
 def test_a_file_that_was_cut_short_on_disk_gets_only_what_it_lacks(
@@ -478,6 +505,20 @@ def test_shards_over_folders_are_found_again(server: HubServer, request_: Reques
     assert list(again.dirs) == others
 
 
+def test_a_newer_commit_keeps_folders_and_what_is_verified(
+    server: HubServer, request_: Request, tmp_path: Path
+) -> None:
+    run(replace(request_, dirs=[tmp_path / "b"], vision=True))
+    server.commit = "f" * 40
+    server.commits.add(server.commit)
+    server.files[SHARD] = server.files[SHARD][::-1]
+    result, _ = run(replace(request_, revision="main"))
+    assert result.commit == "f" * 40
+    assert result.received == SIZE
+    assert list(result.dirs) == [tmp_path / "b"]
+    assert result.skipped == {}
+
+
 def test_a_part_in_another_folder_goes_on_there(server: HubServer, request_: Request, tmp_path: Path) -> None:
     other = tmp_path / "b"
     server.faults[SHARD].append(Cut(CUT))
@@ -544,6 +585,7 @@ def test_verify_finds_and_replaces_what_is_damaged(server: HubServer, request_: 
     result, notes = run(replace(request_, verify=True))
     assert result.received == SIZE
     assert f"{request_.local_dir / SHARD}: not what the repository lists" in notes
+    assert f"0 B to fetch, {result.size / 1e6:.2f} MB here to hash" in notes
     check_files(server, request_.local_dir, VISION)
 
 

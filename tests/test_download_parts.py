@@ -73,6 +73,8 @@ def test_a_part_counts_and_stays_on_its_drive(drives: list[Folder]) -> None:
     (entry,) = survey([file], drives, free=lambda path: 40 if path.name == "c" else 10**6)
     assert entry.place is drives[2]
     assert entry.missing == 40
+    with pytest.raises(ResourceError, match="1 bytes in"):
+        survey([file], drives, free=lambda path: 39)
 
 
 @needs_data

@@ -112,34 +112,42 @@ class DownloadProgress:
     """Called with the meter of a download, often: tells its notes at once, and now and then how far it is."""
 
     def __init__(self, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
         self._line = StatusLine(out, clock)
-        self._samples: deque[tuple[float, int]] = deque()  # (seconds, bytes received)
+        self._received, self._hashed = Rate(clock), Rate(clock)
 
     def __call__(self, meter: Meter) -> None:
         for text in meter.take_notes():
             self._line.note(text)
-        if meter.received:
-            self._samples.append((self._clock(), meter.received))
-            self._forget()
-        if meter.done < meter.total and self._span() >= QUIET_SECONDS and self._line.due():
-            self._line.show(self._text(meter))
+        received, hashed = self._received.of(meter.received), self._hashed.of(meter.hashed)
+        if received is not None and meter.done < meter.total:
+            self._show("", meter.done, meter.total, received)
+        elif hashed is not None and meter.hashed < meter.to_hash:
+            self._show("hashing: ", meter.hashed, meter.to_hash, hashed)
 
     def close(self) -> None:
         self._line.erase()
 
-    def _forget(self) -> None:
-        while len(self._samples) > 2 and self._samples[-1][0] - self._samples[1][0] >= WINDOW_SECONDS:
+    def _show(self, what: str, done: int, total: int, rate: float) -> None:
+        if self._line.due():
+            left = duration((total - done) / rate) + " left" if rate else "waiting"
+            sizes = f"{format_size(done)} of {format_size(total)}, {done / total:.1%}"
+            self._line.show(f"{what}{sizes}, {format_size(round(rate))}/s, {left}")
+
+
+class Rate:
+    """Bytes a second over the last half minute, of a count that only grows."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._samples: deque[tuple[float, int]] = deque()  # (seconds, bytes), the first when there was one
+
+    def of(self, count: int) -> float | None:
+        """The rate with `count` bytes now; None in the first seconds, when it would say nothing."""
+        if count == 0:
+            return None
+        now = self._clock()
+        self._samples.append((now, count))
+        while len(self._samples) > 2 and now - self._samples[1][0] >= WINDOW_SECONDS:
             self._samples.popleft()
-
-    def _span(self) -> float:
-        """Seconds that the samples cover; the first is of the first byte."""
-        return self._samples[-1][0] - self._samples[0][0] if self._samples else 0.0
-
-    def _text(self, meter: Meter) -> str:
-        rate = (self._samples[-1][1] - self._samples[0][1]) / self._span()
-        left = duration((meter.total - meter.done) / rate) + " left" if rate else "waiting"
-        return (
-            f"{format_size(meter.done)} of {format_size(meter.total)}, {meter.done / meter.total:.1%},"
-            f" {format_size(round(rate))}/s, {left}"
-        )
+        since, had = self._samples[0]
+        return (count - had) / (now - since) if now - since >= QUIET_SECONDS else None

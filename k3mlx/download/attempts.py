@@ -32,18 +32,20 @@ class Stopped(Exception):
 class Meter:
     """What the threads of a download have done, for the one thread that shows it.
 
-    total: bytes of all files; done: bytes of them that are here; received: bytes that came from the network.
+    total: bytes of all files; done: bytes of them that are here; received: bytes that came from the network;
+    hashed: bytes read from disk and hashed, of to_hash.
     """
 
     def __init__(self) -> None:
-        self.total = self.done = self.received = 0
+        self.total = self.done = self.received = self.to_hash = self.hashed = 0
         self._notes: deque[str] = deque()
         self._lock = threading.Lock()
 
-    def add(self, done: int, received: int = 0) -> None:
+    def add(self, done: int = 0, received: int = 0, hashed: int = 0) -> None:
         with self._lock:
             self.done += done
             self.received += received
+            self.hashed += hashed
 
     def note(self, text: str) -> None:
         self._notes.append(text)

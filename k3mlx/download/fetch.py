@@ -107,9 +107,9 @@ class Job(NamedTuple):
             if first != partial.size:
                 partial.restart(file.hasher())
             for piece in pieces:
+                self._check_stop()  # before writing: the next run may have this file by now
                 partial.write(piece)
                 attempts.progressed()
-                self._check_stop()
 
     def _hash(self, path: Path, file: RemoteFile, size: int) -> Any:
         """The hash object of a file, fed the first `size` bytes at `path`."""
@@ -117,6 +117,7 @@ class Job(NamedTuple):
         with open(path, "rb", buffering=0) as content:
             while piece := content.read(min(_READ, size)):
                 hasher.update(piece)
+                self.meter.add(hashed=len(piece))
                 size -= len(piece)
                 self._check_stop()
         return hasher

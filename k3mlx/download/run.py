@@ -127,6 +127,7 @@ class _Work:
             _refuse_missing(entries)
         self.meter.total = sum(entry.file.size for entry in entries)
         self.meter.done = sum(entry.here for entry in entries)
+        self.meter.to_hash, self.meter.hashed = sum(entry.to_hash for entry in entries), 0
         job = Job(
             self._hub, record.commit, self._request.patience, self.meter, self._stop,
             lambda file: record.verify(file, root),
@@ -142,7 +143,7 @@ def _ahead(entries: Sequence[Entry], skipped: dict[str, str], record: Record) ->
     """One line on what is to come."""
     total = sum(entry.file.size for entry in entries)
     missing = sum(entry.missing for entry in entries)
-    hashed = sum(entry.here for entry in entries if entry.hash_it)
+    hashed = sum(entry.to_hash for entry in entries)
     left_out = sum(record.files[name].size for name, why in skipped.items() if why == "vision only")
     text = f"{record.repo} at {record.commit[:12]}: {len(entries)} files, {format_size(total)}"
     text += f", {format_size(missing)} to fetch"

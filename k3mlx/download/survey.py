@@ -35,6 +35,11 @@ class Entry(NamedTuple):
     twins: tuple[RemoteFile, ...] = ()
 
     @property
+    def to_hash(self) -> int:
+        """Bytes that are here and are read before anything else is done with them."""
+        return self.here if self.hash_it or not self.whole else 0
+
+    @property
     def missing(self) -> int:
         return self.file.size - self.here
 

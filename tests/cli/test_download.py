@@ -182,3 +182,15 @@ def test_progress_tells_rate_and_time_left() -> None:
     assert out.getvalue().split("\r")[-1].rstrip().endswith("0 B/s, waiting")
     progress.close()
     assert out.getvalue().endswith("\r")
+
+
+def test_progress_of_hashing() -> None:
+    out, now, meter = Terminal(), [50.0], Meter()
+    progress = DownloadProgress(out, lambda: now[0])
+    meter.total = meter.done = meter.to_hash = 10**12
+    for _ in range(10):
+        progress(meter)
+        meter.add(hashed=10**9)
+        now[0] += 1
+    progress(meter)
+    assert out.getvalue().split("\r")[-1].rstrip() == "hashing: 10 GB of 1 TB, 1.0%, 1 GB/s, 16 min 30 s left"
