@@ -39,7 +39,11 @@ def test_same_text_and_form_of_report(run):
     assert report["runtime"]["tf32"] is False
     assert report["seconds"]["attention"] > 0
     assert report["seconds"]["experts"] > 0
-    assert 0 < report["runtime"]["evaluation_seconds"] < report["seconds"]["prefill"] + report["seconds"]["decode"]
+    assert (
+        0
+        < report["runtime"]["evaluation_seconds"]
+        < report["seconds"]["prefill"] + report["seconds"]["decode"]
+    )
     names = [row["part"] for row in report["parts"]]
     assert names == [row["part"] for row in numpy["report"]["parts"]]
     assert all(row["calls"] > 0 and row["failures"] == row["fallbacks"] == 0 for row in report["parts"])
