@@ -238,9 +238,20 @@ def draw(rows: list[tuple[str, float, dict[str, float]]], path: Path) -> None:
         axis.remove()
     for axis, name in zip(axes.flat, names, strict=False):
         mine = [(share, rates) for trace, share, rates in rows if trace == name]
-        for policy in (*POLICIES, OPTIMUM):
-            axis.plot([s for s, _ in mine], [r[policy] for _, r in mine], marker="o", label=policy)
-        axis.set(title=name, xlabel="share of experts in memory", ylabel="hit rate", ylim=(0, 1))
+        for policy, style in zip(
+            (*POLICIES, OPTIMUM), ("o-", "x--", "s:", "k-"), strict=True
+        ):  # lines may coincide
+            axis.plot(
+                [100 * s for s, _ in mine],
+                [r[policy] for _, r in mine],
+                style,
+                label=policy,
+                fillstyle="none",
+            )
+        axis.set(title=name, xlabel="% of experts in memory", ylabel="hit rate", ylim=(0, 1), xscale="log")
+        budgets = sorted({100 * share for share, _ in mine})
+        axis.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
+        axis.set_xticks([], minor=True)
     axes.flat[0].legend()
     figure.tight_layout()
     figure.savefig(path)
