@@ -122,7 +122,7 @@ class NumpyBackend:
         )
         experts, note = make_experts(experts_kernel, self.store, self.config, item, self._router, cpu_threads)
         self.notes = () if note is None else (note,)
-        outer = load_outer(DiskTensors(checkpoint) if thin else self._reader.outer(), item)
+        outer = load_outer(DiskTensors(checkpoint, dense) if thin else self._reader.outer(), item)
         if not streamed:
             self._reader.close()
         self.model = ReferenceModel(checkpoint, experts, item, self._ring, outer)

@@ -7,7 +7,10 @@ from k3mlx import on_disk
 from k3mlx.backend import make_backend
 from k3mlx.checkpoint.mlx_lm import open_checkpoint
 from k3mlx.devices import choose
+from k3mlx.errors import ResourceError
+from k3mlx.experts.native import verified_kernels
 from k3mlx.reference.model import Hooks
+from k3mlx.reference.weights import load_outer
 from tests.tiny import random_config, write_random_model
 
 
@@ -27,6 +30,27 @@ def test_matrix(checkpoint, monkeypatch, piece):
     x = np.random.default_rng(1).standard_normal((3, whole.shape[1]))
     np.testing.assert_allclose(x @ matrix.T, x @ whole.T, rtol=1e-12)
     assert np.array_equal(matrix[np.array([5, 0, 5])], whole[[5, 0, 5]])
+
+
+def test_products_by_the_c_kernels_with_rows_as_they_are_stored(checkpoint, monkeypatch):
+    kernels = cpu_kernels()
+    monkeypatch.setattr(on_disk, "PIECE", 1000)
+    whole = checkpoint.load("lm_head.weight", np.float64)
+    outer = load_outer(on_disk.DiskTensors(checkpoint, kernels), np.dtype(np.float32))
+    x = np.random.default_rng(1).standard_normal((3, whole.shape[1])).astype(np.float32)
+    calls = []
+    matmul = type(kernels).matmul
+    monkeypatch.setattr(type(kernels), "matmul", lambda *a: calls.append(a[2].shape) or matmul(*a))
+    np.testing.assert_allclose(x @ outer["lm_head"].T, x @ whole.T, rtol=0, atol=1e-5)
+    assert sum(rows for rows, _ in calls) == whole.shape[0]
+    assert len(calls) > 1
+
+
+def cpu_kernels():
+    try:
+        return verified_kernels(1)
+    except ResourceError as error:
+        pytest.skip(f"no CPU kernels: {error}")
 
 
 def test_only_what_is_multiplied_with_stays_on_disk(checkpoint):

@@ -7,9 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .options import add_run_options, check_target, note, parts_table, write_text
+from .options import add_run_options, check_target, note, write_text
 from .progress import PromptProgress
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="numpy,dtype=float64",
         metavar="PATH",
         help="what is taken for right: BACKEND[,dtype=..][,device=..][,kernels=on|off][,experts-kernel=..]"
-        "[,experts-device=..][,model=FOLDER] (default: numpy,dtype=float64)",
+        "[,dense-kernel=..][,experts-device=..][,model=FOLDER] (default: numpy,dtype=float64)",
     )
     parser.add_argument("--kernels", choices=("on", "off"), default="on", help="GPU kernels of this package")
     parser.add_argument("--io-threads", type=int, metavar="N", help="reads at once (default: 4)")
@@ -65,15 +65,17 @@ def run(args: argparse.Namespace) -> int:
     layer = _layer(args.layer)
     check_target(args.json, "--json")
     _check_report(args.report)
-    tried = PathSpec(
-        args.backend,
-        args.device,
-        args.dtype,
-        args.kernels,
-        args.experts_device,
-        args.experts_kernel,
-        args.cpu_threads,
+    names = (
+        "backend",
+        "device",
+        "dtype",
+        "kernels",
+        "experts_device",
+        "experts_kernel",
+        "dense_kernel",
+        "cpu_threads",
     )
+    tried = PathSpec(**{name: getattr(args, name) for name in names})
     right, lines = open_path(parse_spec(args.against), args.model, args.io_threads)
     try:
         path, more = open_path(tried, args.model, args.io_threads)
@@ -82,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
                 note(f"k3mlx: {line}")
             ids = _ids(args, right.config.vocab_size)
             note(f"{path.name} against {right.name}, {len(ids)} tokens")
+            for line in _what_runs(path.parts()):
+                note(line)
             options = Options(layer, args.token, args.stages, args.decode, args.tolerance)
             report = validate(right, path, ids, options, PromptProgress())
         finally:
@@ -96,8 +100,6 @@ def _write(args: argparse.Namespace, report: Report) -> None:
     from k3mlx.memory import format_size, peak_memory_bytes
 
     print(format_report(report), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.verbose and report.parts:
-        note(parts_table(report.parts))
     peak = peak_memory_bytes()
     note(f"peak memory {format_size(peak)}")
     if args.report:
@@ -108,6 +110,16 @@ def _write(args: argparse.Namespace, report: Report) -> None:
         write_text(
             args.json, json.dumps(report.to_dict() | {"peak_memory_bytes": peak}, indent=1) + "\n", "--json"
         )
+
+
+def _what_runs(parts: list[dict[str, Any]]) -> list[str]:
+    """A line for each kernel and weight format: the parts that have it."""
+    found: dict[str, list[str]] = {}
+    for part in parts:
+        found.setdefault(f"{part['kernel']} on {part['device']}, weights {part['format']}", []).append(
+            part["part"]
+        )
+    return [f"  {', '.join(names)}: {how}" for how, names in found.items()]
 
 
 def format_report(report: Report) -> str:

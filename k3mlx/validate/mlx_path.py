@@ -17,7 +17,7 @@ from k3mlx.model.model import MlxModel, Residual
 from k3mlx.model.state import KdaState, LatentCache, LayerState, advance
 from k3mlx.reference.model import Hooks
 
-from .path import Stream, read_router_bias
+from .path import Stream, read_router_bias, what_runs
 
 
 class MlxPath:
@@ -74,7 +74,7 @@ class MlxPath:
         return read_router_bias(self._checkpoint, layer)
 
     def parts(self) -> list[dict[str, Any]]:
-        return self._backend.parts_report()
+        return what_runs(self._backend.parts_report())
 
     def close(self) -> None:
         self._backend.close()

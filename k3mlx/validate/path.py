@@ -19,11 +19,13 @@ from k3mlx.checkpoint.mlx_lm import open_checkpoint
 from k3mlx.checkpoint.names import layer_prefix
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.config import ModelConfig
+from k3mlx.dense_native import choose_dense
 from k3mlx.devices import choose
 from k3mlx.errors import UsageError
 from k3mlx.experts.native import make_experts
 from k3mlx.experts.options import stream_options
 from k3mlx.experts.store import ExpertStore
+from k3mlx.needs import default_dtype
 from k3mlx.on_disk import DiskLayers, DiskTensors
 from k3mlx.reference.model import Hooks, ReferenceModel, Residual
 from k3mlx.reference.state import LayerState
@@ -42,6 +44,7 @@ class PathSpec:
     kernels: str = "on"
     experts_device: str = "cpu"
     experts_kernel: str = "auto"
+    dense_kernel: str = "auto"
     cpu_threads: int | None = None
     model: str | None = None  # another folder of the same model, a conversion for instance
 
@@ -100,7 +103,7 @@ class Path(Protocol):
         """What a layer's router adds to the scores of its experts [E] before they are compared."""
 
     def parts(self) -> list[dict[str, Any]]:
-        """What ran where, in the form of the engine's report; [] if there is nothing to say."""
+        """What runs where: part, device, kernel, format; [] where it is numpy throughout."""
 
     def close(self) -> None:
         """Release files and memory."""
@@ -148,11 +151,16 @@ class NumpyPath:
         return read_router_bias(self._checkpoint, layer)
 
     def parts(self) -> list[dict[str, Any]]:
-        return self._owner.parts_report() if isinstance(self._owner, NumpyBackend) else []
+        return what_runs(self._owner.parts_report()) if isinstance(self._owner, NumpyBackend) else []
 
     def close(self) -> None:
         self._owner.close()
         self._checkpoint.close()
+
+
+def what_runs(report: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An engine's report of its parts without the counts, which are of whole passes."""
+    return [{key: part[key] for key in ("part", "device", "kernel", "format")} for part in report]
 
 
 def open_path(spec: PathSpec, model: str | None, io_threads: int | None = None) -> tuple[Path, list[str]]:
@@ -175,19 +183,22 @@ def open_path(spec: PathSpec, model: str | None, io_threads: int | None = None) 
             outer = load_outer(DiskTensors(checkpoint), kind)
             disk_model = ReferenceModel(checkpoint, experts, kind, DiskLayers(checkpoint, kind), outer)
             return NumpyPath(disk_model, checkpoint, store), []
+        dtype = spec.dtype or default_dtype(choice)
+        width = checkpoint.config.hidden_size
+        dense, note = choose_dense(spec.dense_kernel, choice.backend, dtype, width, spec.cpu_threads)
         backend = make_backend(
-            choice, checkpoint, spec.dtype, None, spec.experts_device, spec.experts_kernel,
-            spec.cpu_threads, streaming,
-            thin=True,
+            choice, checkpoint, dtype, None, spec.experts_device, spec.experts_kernel,
+            spec.cpu_threads, streaming, thin=True, dense=dense,
         )  # fmt: skip
     except BaseException:
         checkpoint.close()
         raise
+    lines = [*backend.notes, *([] if note is None else [note])]
     if isinstance(backend, NumpyBackend):
-        return NumpyPath(backend.model, checkpoint, backend), list(backend.notes)
+        return NumpyPath(backend.model, checkpoint, backend), lines
     from .mlx_path import MlxPath
 
-    return MlxPath(backend, checkpoint), list(backend.notes)
+    return MlxPath(backend, checkpoint), lines
 
 
 def read_router_bias(checkpoint: Checkpoint, layer: int) -> NDArray:

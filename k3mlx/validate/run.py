@@ -87,14 +87,17 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """For JSON: every figure, plain types."""
         found = asdict(self)
-        for layer, plain in zip(self.layers, found["layers"], strict=True):
-            for stage, entry in zip(layer.stages, plain["stages"], strict=True):
+        for layer, shown in zip(self.layers, found["layers"], strict=True):
+            for stage, entry in zip(layer.stages, shown["stages"], strict=True):
                 entry["ok"] = stage.ok
         if self.agreement is not None:
             for one, entry in zip(self.agreement.divergences, found["agreement"]["divergences"], strict=True):
                 entry["near_tie"] = one.near_tie
         first = self.first
-        return {"passed": bool(self.passed), "first": first and asdict(first), **found}
+        plain: dict[str, Any] = _plain(
+            {"passed": bool(self.passed), "first": first and asdict(first), **found}
+        )
+        return plain
 
 
 def validate(
@@ -190,6 +193,15 @@ class _Walk:
             self.report.layers.append(LayerReport(None, "head", watch.results()))
         own = self.tried.from_host(_joined([self.tried.to_host(stream) for stream in self.own]))
         self.report.agreement = agreement(expected, self.tried.head(own, Hooks()))
+
+
+def _plain(value: Any) -> Any:
+    """With what JSON has no numbers for, NaN and infinities, as text."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not np.isfinite(value) else value
 
 
 class _Drift:

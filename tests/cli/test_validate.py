@@ -25,6 +25,10 @@ def test_the_default_compares_what_is_in_use_with_float64(run):
     code, out, err = run()
     assert code == 0
     assert "numpy float32 against numpy float64" in err
+    assert (
+        "  kda, mla, attn_res_mix, dense_mlp, router, shared_experts, head: numpy on cpu, weights float32"
+        in err
+    )
     assert "peak memory" in err
     lines = out.splitlines()
     assert lines[0].split() == ["layer", "kind", "worst", "stage", "error", "tolerance", "drift", "rerouted"]

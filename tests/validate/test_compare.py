@@ -1,12 +1,14 @@
 """The verdicts of `validate` one by one: elements, router choices, divergences, what is compared and what is not."""
 
+import json
+
 import numpy as np
 import pytest
 
 from k3mlx.errors import UsageError
 from k3mlx.validate import Options, parse_spec, validate
 from k3mlx.validate.agreement import agreement
-from k3mlx.validate.compare import TIE, by_rising_id, compare, compare_ids, row_size
+from k3mlx.validate.compare import TIE, StageResult, by_rising_id, compare, compare_ids, row_size
 from k3mlx.validate.path import REFERENCE, PathSpec, open_path
 from k3mlx.validate.watch import stage_filter
 from tests.tiny import config_dict, write_random_model
@@ -117,6 +119,14 @@ def test_specs():
     for wrong in ("numpy,speed=9", "numpy,dtype", "numpy,kernels=maybe", "numpy,cpu_threads=x"):
         with pytest.raises(UsageError):
             parse_spec(wrong)
+
+
+def test_figures_that_are_none_are_text_in_json(both):
+    report = validate(*both, range(3), Options(layer=0, stages="kda.q"))
+    bad = StageResult(0, "kda.q", float("inf"), 1e-4, (0,), float("nan"), 1.0)
+    report.layers[0].stages[0] = bad
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert (found["first"]["error"], found["first"]["got"]) == ("inf", "nan")
 
 
 @pytest.fixture(scope="module")
