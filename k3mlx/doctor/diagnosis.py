@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import trial
 from .findings import FATAL, Finding, ok
 from .packages import check_packages, look_at_packages
 from .system import System, check_system, look_at_system
@@ -44,14 +46,19 @@ def diagnose(options: Options) -> Iterator[Finding]:
         yield ok("stopped", "the rest cannot be looked at without these packages")
         return
     choice = yield from _software(options, system)
-    yield from _model(options, choice, system)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        run = pool.submit(trial.run_trial, options.backend, options.device) if choice else None
+        checkpoint = yield from _model(options, choice, system, stack)
+        if choice and run:
+            yield from trial.check_trial(run.result())
+            yield _verdict(choice)
+        if checkpoint is not None:  # last, when nothing else runs
+            yield _rate(checkpoint)
 
 
 def _software(options: Options, system: System) -> Generator[Finding, None, Choice | None]:
     """Settings, libraries, devices and kernels; returns backend and device of a run, None if there is none."""
-    from k3mlx.selftest import remembered
-
-    from . import kernels, packages, trial
+    from . import kernels, packages
 
     yield from packages.check_settings(os.environ, packages.setting_readers())
     mlx = packages.look_at_mlx()
@@ -60,17 +67,27 @@ def _software(options: Options, system: System) -> Generator[Finding, None, Choi
     yield kernels.check_cpu_kernels(kernels.look_at_cpu_kernels())
     choice, found = packages.check_choice(options.backend, options.device)
     yield found
-    if choice is None:
-        return None
-    if options.selftest:
+    if choice is not None and options.selftest:
         yield kernels.check_selftest(kernels.run_selftest(choice))
-    yield from trial.check_trial(trial.run_trial(options.backend, options.device))
-    yield kernels.check_gpu_kernels(choice.device, remembered(choice.device))
     return choice
 
 
-def _model(options: Options, choice: Choice | None, system: System) -> Iterator[Finding]:
-    """Disks, then the model's files, vocabulary, memory and the rate of its disk, as far as it is there."""
+def _verdict(choice: Choice) -> Finding:
+    """On the GPU's kernels; a run that has just been made has left one if there was none."""
+    from k3mlx.selftest import remembered
+
+    from .kernels import check_gpu_kernels
+
+    return check_gpu_kernels(choice.device, remembered(choice.device))
+
+
+def _model(
+    options: Options, choice: Choice | None, system: System, stack: ExitStack
+) -> Generator[Finding, None, Checkpoint | None]:
+    """Disks, then the model's files, vocabulary and memory, as far as it is there.
+
+    Returns the checkpoint, which is closed with `stack`, None if it cannot be opened.
+    """
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from k3mlx.checkpoint.hub import resolve
@@ -85,7 +102,7 @@ def _model(options: Options, choice: Choice | None, system: System) -> Iterator[
     except K3Error as error:
         yield from disks.check_disks(disks.look_at_disks(places))
         yield files.check_model(error)
-        return
+        return None
     folders = [folder, *options.model_dirs]
     places += [("model", path) for path in folders]
     yield from disks.check_disks(disks.look_at_disks(places))
@@ -98,12 +115,13 @@ def _model(options: Options, choice: Choice | None, system: System) -> Iterator[
     if isinstance(opened, K3Error):
         yield from files.check_census(opened, folder, states, commands)
         yield from _text(folder, files.read_config(folder), own)
-        return
-    with closing(opened):
-        yield files.census_line(opened)
-        yield from _text(folder, opened.config, own)
-        if choice is not None:
-            yield from _run(options, choice, system, opened)
+        return None
+    stack.callback(opened.close)
+    yield files.census_line(opened)
+    yield from _text(folder, opened.config, own)
+    if choice is not None:
+        yield from _memory(options, choice, system, opened)
+    return opened
 
 
 def _text(folder: Path, config: ModelConfig | None, own: str) -> Iterator[Finding]:
@@ -112,25 +130,34 @@ def _text(folder: Path, config: ModelConfig | None, own: str) -> Iterator[Findin
     yield from check_vocabulary(load_vocabulary(folder, config.vocab_size if config else None), config, own)
 
 
-def _run(options: Options, choice: Choice, system: System, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Will a run fit into memory, and what does its disk give?"""
-    from k3mlx.experts.layout import ExpertLayout
+def _memory(options: Options, choice: Choice, system: System, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Will a run fit?"""
     from k3mlx.needs import backend_needs
 
-    from . import fit, rate
+    from . import fit
     from .packages import mlx_device_info
 
-    threads, expert_cache = _settings()
     refused = list(fit.check_experts_format(choice, checkpoint.affine_experts))
-    yield from refused
-    if not refused:
-        plan, found = fit.check_memory(backend_needs(choice, checkpoint, None), options.memory, expert_cache)
-        yield found
-        if plan is not None and choice.device == "metal":
-            limit = (mlx_device_info() or {}).get("max_recommended_working_set_size")
-            yield from fit.check_wired(plan, limit, system.memory.total if system.memory else None)
+    if refused:
+        yield from refused
+        return
+    _, expert_cache = _settings()
+    plan, found = fit.check_memory(backend_needs(choice, checkpoint, None), options.memory, expert_cache)
+    yield found
+    if plan is not None and choice.device == "metal":
+        limit = (mlx_device_info() or {}).get("max_recommended_working_set_size")
+        yield from fit.check_wired(plan, limit, system.memory.total if system.memory else None)
+
+
+def _rate(checkpoint: Checkpoint) -> Finding:
+    """What the disk of a model gives."""
+    from k3mlx.experts.layout import ExpertLayout
+
+    from .rate import check_rate, measure
+
+    threads, _ = _settings()
     per_token = checkpoint.config.num_experts_per_token
-    yield rate.check_rate(rate.measure(ExpertLayout(checkpoint), checkpoint.stamps, threads, per_token))
+    return check_rate(measure(ExpertLayout(checkpoint), checkpoint.stamps, threads, per_token))
 
 
 def _settings() -> tuple[int, int | None]:
