@@ -31,7 +31,8 @@ def answers():
         return json.loads(json.dumps(greedy_answers(engine, PROMPTS[::6])))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_conversations_are_those_of_one_process(tmp_path, answers, size):
     with Ranks(tmp_path, size, "conversations") as ranks:
         result = ranks.result()
