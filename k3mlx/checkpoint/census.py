@@ -209,19 +209,30 @@ class _Count:
         if left > 0 and len(sizes) == 1:
             sizes = dict.fromkeys(sizes, left)
         about = "" if left == sum(sizes.values()) else "about "
-        strays = self._strays()
+        renamed = self._renamed()
         for shard, size in sizes.items():
             path = self._layout.shards[shard]
             if needed[shard]:
-                self.findings.add(f"{path}: shard missing, {about}{size} bytes{strays}")
-                strays = ""
+                self.findings.add(f"{path}: shard missing, {about}{size} bytes{renamed.get(shard, '')}")
             else:
                 self.notes.append(f"{shard} is absent; the text model needs nothing of it")
 
-    def _strays(self) -> str:
+    def _renamed(self) -> dict[str, str]:
+        """For each missing shard whose tensors are in a file that the index does not name, a hint at that file."""
         folder = next(iter(self._layout.shards.values())).parent
-        strays = sorted(p.name for p in folder.glob("*.safetensors") if p.name not in self._layout.shards)
-        return f" ({', '.join(map(shown, strays[:3]))} present but not in the index)" if strays else ""
+        found: dict[str, str] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            if path.name in self._layout.shards:
+                continue
+            try:
+                check_link(folder, path)
+                stored = read_header(path, Findings()).tensors
+            except ModelFilesError:
+                continue  # nobody asked for it
+            for shard in self._missing:
+                if stored.keys() >= set(self._named[shard]):
+                    found.setdefault(shard, f" (its tensors are in {shown(path.name)}: rename that file)")
+        return found
 
     def _report_misplaced(self) -> None:
         for stored, info in self._misplaced:

@@ -86,12 +86,19 @@ def test_what_is_not_of_the_index_does_not_count_as_present(folder: Path) -> Non
     assert "'x' is surplus" in lines[1]
 
 
-def test_renamed_shard_is_pointed_out(folder: Path) -> None:
-    size = payload(shard(folder, 2))
-    shard(folder, 2).rename(folder / "part2.safetensors")
-    assert findings(folder) == [
-        f"{shard(folder, 2)}: shard missing, {size} bytes ('part2.safetensors' present but not in the index)"
-    ]
+def test_renamed_shards_are_pointed_out_each_at_its_own(folder: Path) -> None:
+    """Also one that was cut besides; a file with other tensors or none is told of nowhere."""
+    shutil.copy(shard(folder, 1), folder / "copy.safetensors")
+    rewrite(folder / "copy.safetensors", lambda tensors: tensors.popitem())
+    (folder / "notes.safetensors").write_bytes(b"not a header")
+    for number, name in ((1, None), (2, "z.safetensors"), (3, "a.safetensors")):
+        path = shard(folder, number)
+        path.unlink() if name is None else path.rename(folder / name)
+    os.truncate(folder / "z.safetensors", (folder / "z.safetensors").stat().st_size - 1)
+    hints = ["", *(f" (its tensors are in '{name}.safetensors': rename that file)" for name in "za")]
+    lines = findings(folder)
+    assert [line.partition(" bytes")[2] for line in lines] == hints
+    assert [line.partition(":")[0] for line in lines] == [str(shard(folder, number)) for number in (1, 2, 3)]
 
 
 def test_shard_cut_by_one_byte(folder: Path) -> None:

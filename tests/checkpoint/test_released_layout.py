@@ -70,7 +70,7 @@ def test_a_renamed_shard(folder: Path) -> None:
     with moved(shard(folder, 2), folder / "part2.safetensors"):
         assert findings(folder) == [
             f"{shard(folder, 2)}: shard missing, {LAYER_1} bytes"
-            " ('part2.safetensors' present but not in the index)"
+            " (its tensors are in 'part2.safetensors': rename that file)"
         ]
 
 

@@ -142,7 +142,7 @@ def test_missing_damaged_and_absent_have_their_commands(tmp_path: Path) -> None:
     assert {line.remedy for line in lines} == {FETCH}
     text = "\n".join(line.text for line in lines)
     assert "model-00001-of-000003.safetensors: shard missing" in text
-    assert "'model-00009-of-000003.safetensors' present but not in the index" in text
+    assert "its tensors are in 'model-00009-of-000003.safetensors': rename that file" in text
     assert "model-00003-of-000003.safetensors: truncated, 1 bytes are missing" in text
     data = third.read_bytes()
     third.write_bytes(b"\xff" * 8 + data[8:])
