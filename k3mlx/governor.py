@@ -119,6 +119,28 @@ def smallest_memory(needs: Needs, chunk: int | None = None, expert_cache: int | 
     return min(found)
 
 
+def smallest_with(needs: Needs, enough: Callable[[MemoryPlan], bool]) -> int:
+    """A budget whose plan is `enough` (such as `all_resident`) while that of a byte less is not, by bisection.
+
+    From some budget on every plan must be enough.
+    """
+    low = high = smallest_memory(needs)
+    while not enough(plan_memory(needs, high, None)):
+        low, high = high + 1, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        if enough(plan_memory(needs, middle, None)):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def all_resident(plan: MemoryPlan) -> bool:
+    """Whether no pass reads dense weights."""
+    return plan.dense_bytes_per_pass == 0
+
+
 def _least(needs: Needs, budget: int, chunk: int, slots: int) -> int:
     """What a run takes that keeps as little as it can, within a process of `budget` bytes."""
     fixed = needs.process + needs.state + needs.activations(chunk) + _reserve(needs, budget)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import machine
 from .checkpoint.names import KEPT_FLOAT32, TensorSpec, dense_specs, layer_specs
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
 from .dense import stored_sizes
-from .dense_native import stored_format, stored_parts
+from .dense_native import choose_dense, stored_format, stored_parts
 from .dense_reads import staging_bytes
 from .devices import Choice
 from .experts.layout import ExpertLayout
+from .ranks.part import Part
 from .reference.mla import SCORE_ELEMENTS
 
 SizeOf = Callable[[TensorSpec], int]  # bytes of a dense tensor in memory
@@ -69,13 +70,19 @@ class Needs:
 
 
 def backend_needs(
-    choice: Choice, checkpoint: Checkpoint, dtype: str | None, context: int = CONTEXT, as_stored: bool = False
+    choice: Choice,
+    checkpoint: Checkpoint,
+    dtype: str | None,
+    context: int = CONTEXT,
+    as_stored: bool = False,
+    part: Part | None = None,
 ) -> Needs:
     """The memory that the chosen backend takes for a model and a session of `context` tokens, in terms of bytes.
 
-    as_stored: dense matrices of the numpy backend are not widened (`dense_native`).
+    as_stored: dense matrices of the numpy backend are not widened (`dense_native`). part: what a rank has of the dense
+    weights on mlx, all if None.
     """
-    config = checkpoint.config
+    config = checkpoint.config if part is None else part.config
     context = min(config.max_position_embeddings, context)
     dtype = dtype or default_dtype(choice)
     if choice.backend == "numpy":
@@ -92,13 +99,14 @@ def backend_needs(
     else:
         item, kda_item = (2 if dtype == "bfloat16" else 4), 4
         size_of = size_in_codes(checkpoint, item, size_in(item, KEPT_FLOAT32))
-        dense = dense_bytes(checkpoint, size_of)
+        size_of = size_of if part is None else part.bytes_of(size_of)
+        dense = dense_bytes(checkpoint, size_of, part)
         # a layer's arrays are needed until the next one has been evaluated: three of them at once
         at_once, many = sum(sorted(dense.layers)[-3:]), choice.device != "cuda" and len(dense.layers) > 3
         copies, item = 3, 4  # products of CPU streams are float32
         scratch = mlx_cache_limit
     layers = range(config.num_hidden_layers)
-    largest = max(size_of(spec) for n in layers for spec in layer_specs(config, n))  # what gaps may add up to
+    largest = max(size_of(spec) for n in layers for spec in layer_specs(checkpoint.config, n))  # what gaps may add up to
     layout = ExpertLayout(checkpoint)
     return Needs(
         process=machine.footprint() or 0,
@@ -114,6 +122,16 @@ def backend_needs(
     )
 
 
+def default_needs(choice: Choice, checkpoint: Checkpoint, context: int = CONTEXT) -> Needs:
+    """`backend_needs` of a run that leaves dtype and kernels to the engine: what it would take on this machine.
+
+    Loads and checks the C kernels where such a run would (`dense_native.choose_dense`).
+    """
+    dtype = default_dtype(choice)
+    dense, _ = choose_dense("auto", choice.backend, dtype, checkpoint.config.hidden_size, None)
+    return backend_needs(choice, checkpoint, dtype, context, as_stored=dense is not None)
+
+
 def mlx_cache_limit(budget: int) -> int:
     """Bytes of freed buffers that MLX may keep in a process of `budget` bytes."""
     return max(32 << 20, min(1 << 30, budget // 32))
@@ -124,11 +142,16 @@ def default_dtype(choice: Choice) -> str:
     return "float32" if choice.device == "cpu" else "bfloat16"
 
 
-def dense_bytes(checkpoint: Checkpoint, size_of: SizeOf) -> DenseBytes:
-    """The dense weights, a tensor's size in memory given by `size_of`."""
-    config = checkpoint.config
+def dense_bytes(checkpoint: Checkpoint, size_of: SizeOf, part: Part | None = None) -> DenseBytes:
+    """The dense weights or a part of them, a tensor's size in memory given by `size_of`."""
+    config, stored = checkpoint.config, stored_sizes(checkpoint, part)
     layers = tuple(sum(map(size_of, layer_specs(config, n))) for n in range(config.num_hidden_layers))
-    return DenseBytes(layers, sum(map(size_of, dense_specs(config))) - sum(layers), stored_sizes(checkpoint))
+    return DenseBytes(layers, sum(map(size_of, dense_specs(config))) - sum(layers), stored)
+
+
+def experts_only(needs: Needs) -> Needs:
+    """The memory of a process without dense weights and sessions."""
+    return replace(needs, dense=DenseBytes((), 0, ()), ring=None, state=0)
 
 
 def size_in(itemsize: int, kept_float32: tuple[str, ...] = ()) -> SizeOf:

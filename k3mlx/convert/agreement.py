@@ -16,7 +16,7 @@ from k3mlx.checkpoint.mlx_lm import open_checkpoint
 from k3mlx.devices import choose
 from k3mlx.errors import ResourceError, UsageError
 from k3mlx.governor import plan_memory
-from k3mlx.needs import backend_needs
+from k3mlx.needs import default_needs
 from k3mlx.tokenizer import Tokenizer
 
 LOGITS_MAX = 512 << 20  # bytes of logits kept at once; the text is cut to that
@@ -58,7 +58,7 @@ def compare(original: Path, overlay: Path, text: str) -> Agreement:
     """
     with open_checkpoint(original) as checkpoint:
         config = checkpoint.config
-        plan = plan_memory(backend_needs(choose("numpy", "cpu"), checkpoint, "float32"), None, None, None)
+        plan = plan_memory(default_needs(choose("numpy", "cpu"), checkpoint), None, None)
     if plan.dense_bytes_per_pass:
         raise ResourceError("the original does not fit in memory, so it is not compared on text")
     ids = Tokenizer.load(original, config.vocab_size).encode(text)

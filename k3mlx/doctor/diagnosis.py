@@ -132,7 +132,7 @@ def _text(folder: Path, config: ModelConfig | None, own: str) -> Iterator[Findin
 
 def _memory(options: Options, choice: Choice, system: System, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Will a run fit?"""
-    from k3mlx.needs import backend_needs
+    from k3mlx.needs import default_needs
 
     from . import fit
     from .packages import mlx_device_info
@@ -142,7 +142,7 @@ def _memory(options: Options, choice: Choice, system: System, checkpoint: Checkp
         yield from refused
         return
     _, expert_cache = _settings()
-    plan, found = fit.check_memory(backend_needs(choice, checkpoint, None), options.memory, expert_cache)
+    plan, found = fit.check_memory(default_needs(choice, checkpoint), options.memory, expert_cache)
     yield found
     if plan is not None and choice.device == "metal":
         limit = (mlx_device_info() or {}).get("max_recommended_working_set_size")

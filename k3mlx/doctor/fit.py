@@ -1,6 +1,6 @@
 """Memory: will the model fit, what would make it fit, and may the GPU wire its weights.
 
-Owns the findings and the search for the budget at which nothing is read twice. The plan is the engine's.
+Owns the findings. The plan is the engine's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from k3mlx.devices import Choice
 from k3mlx.errors import ResourceError
-from k3mlx.governor import MemoryPlan, plan_memory, smallest_memory
+from k3mlx.governor import MemoryPlan, all_resident, plan_memory, smallest_memory, smallest_with
 from k3mlx.memory import format_size
 from k3mlx.needs import Needs
 
@@ -31,7 +31,7 @@ def check_memory(
     needs: Needs, memory: int | None, expert_cache: int | None
 ) -> tuple[MemoryPlan | None, Finding]:
     """The plan of a run with `memory` bytes (None: what there is), and the finding about it."""
-    smallest, whole = smallest_memory(needs, None, expert_cache), resident_memory(needs)
+    smallest, whole = smallest_memory(needs, None, expert_cache), smallest_with(needs, all_resident)
     figures = {"smallest": smallest, "resident": whole, "weights": needs.dense.total}
     try:
         plan = plan_memory(needs, memory, expert_cache)
@@ -60,18 +60,6 @@ def check_wired(plan: MemoryPlan, limit: int | None, total: int | None) -> Itera
     else:
         remedy = "weights of fewer bits: k3mlx convert; without it they may be paged out"
     yield warning("wired", text, remedy)
-
-
-def resident_memory(needs: Needs) -> int:
-    """The smallest budget whose plan keeps all dense weights in memory, by bisection."""
-    low, high = smallest_memory(needs), 2 * (needs.dense.total + smallest_memory(needs))
-    while low < high:
-        middle = (low + high) // 2
-        if plan_memory(needs, middle, None).dense_bytes_per_pass:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 def _larger(needs: Needs, whole: int) -> str:

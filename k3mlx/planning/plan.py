@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.devices import Choice
 from k3mlx.errors import ResourceError
-from k3mlx.governor import AUTO_SHARE, MemoryPlan, plan_memory, smallest_memory
-from k3mlx.needs import Needs, backend_needs
+from k3mlx.governor import AUTO_SHARE, MemoryPlan, all_resident, plan_memory, smallest_memory, smallest_with
+from k3mlx.needs import Needs, default_needs
 
 from .hits import hit_rates
-from .machines import GIB, SYSTEM_BYTES, Mac
+from .machines import SYSTEM_BYTES, Mac
 from .speed import MAC, Host, Range, decode, prompt
 
 METAL = Choice("mlx", "metal", kernels=True)
@@ -65,21 +65,18 @@ class Case:
 
 def model_needs(choice: Choice, checkpoint: Checkpoint, context: int) -> Needs:
     """What the engine will plan with, its process included."""
-    needs = backend_needs(choice, checkpoint, None, context)
+    needs = default_needs(choice, checkpoint, context)
     return replace(needs, process=PROCESS + TENSOR * (len(checkpoint.tensors) + 6 * needs.experts))
 
 
 def sizes(needs: Needs) -> Sizes:
     """The three budgets of a model."""
 
-    def whole(plan: MemoryPlan) -> bool:
-        return plan.dense_bytes_per_pass == 0
-
     def good(plan: MemoryPlan) -> bool:
         wanted = min(needs.experts, GOOD_SETS * needs.least * _layers(needs))
-        return whole(plan) and plan.cache >= wanted * needs.expert
+        return all_resident(plan) and plan.cache >= wanted * needs.expert
 
-    return Sizes(smallest_memory(needs), _budget(needs, whole), _budget(needs, good))
+    return Sizes(smallest_memory(needs), smallest_with(needs, all_resident), smallest_with(needs, good))
 
 
 def case(
@@ -125,17 +122,3 @@ def best(cases: Sequence[Case]) -> Case:
 def _layers(needs: Needs) -> int:
     """Layers that the experts in memory are shared by."""
     return sum(size > 0 for size in needs.dense.layers)
-
-
-def _budget(needs: Needs, enough: Callable[[MemoryPlan], bool]) -> int:
-    """A budget whose plan is enough, and the next smaller ones are not: by bisection, to a MiB."""
-    low, high = smallest_memory(needs), GIB
-    while high < low or not enough(plan_memory(needs, high, None)):
-        high *= 2
-    while high - low > 1 << 20:
-        middle = (low + high) // 2
-        if enough(plan_memory(needs, middle, None)):
-            high = middle
-        else:
-            low = middle
-    return high

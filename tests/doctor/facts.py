@@ -14,13 +14,12 @@ from k3mlx.doctor.packages import Package
 from k3mlx.doctor.system import System
 from k3mlx.doctor.trial import ANSWER, Trial
 from k3mlx.machine import Available
-from k3mlx.needs import DenseBytes, Needs
 from k3mlx.selftest import Report, Row
+from tests.needs import MB
 from tests.text import BYTES, vocabulary_file
 from tests.tiny import random_config, write_random_model
 
 GB = 10**9
-MB = 1 << 20
 
 LINUX = System(
     python=(3, 12, 3),
@@ -48,19 +47,6 @@ PART = {
     "part": "kda", "device": "cpu", "kernel": "numpy", "format": "float32", "calls": 9, "failures": 0, "fallbacks": 0,
 }  # fmt: skip
 TRIAL = Trial(0, "", ANSWER, (), {"backend": "numpy", "device": "cpu", "dtype": "float32", "parts": [PART]})
-
-NEEDS = Needs(
-    process=50 * MB,
-    dense=DenseBytes((300 * MB, *[100 * MB] * 9), 80 * MB, (150 * MB, *[50 * MB] * 9)),
-    ring=400 * MB,
-    state=20 * MB,
-    activations=lambda tokens: tokens * MB,
-    scratch=lambda budget: 4 * MB,
-    expert=17 * MB,
-    padding=MB,
-    experts=900,
-    least=16,
-)
 
 
 def selftest_report(device: str, *failed: tuple[str, str]) -> Report:

@@ -17,8 +17,9 @@ from k3mlx.doctor.findings import EXIT_CODES, FATAL, Finding, exit_code, fatal, 
 from k3mlx.errors import ModelFilesError, ResourceError, UsageError
 from k3mlx.tokenizer import Tokenizer
 from tests.checkpoint.damage import shard
+from tests.needs import MB, NEEDS
 
-from .facts import LINUX, MB, NEEDS, NUMPY, TRIAL, selftest_report, write_model
+from .facts import LINUX, NUMPY, TRIAL, selftest_report, write_model
 
 FETCH = "k3mlx download"
 COMMANDS = files.Commands(FETCH, f"{FETCH} --verify")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from k3mlx.devices import Choice
 from k3mlx.doctor.findings import FATAL, OK, WARNING
-from k3mlx.doctor.fit import check_experts_format, check_memory, check_wired, resident_memory
-from k3mlx.governor import plan_memory, smallest_memory
+from k3mlx.doctor.fit import check_experts_format, check_memory, check_wired
+from k3mlx.governor import all_resident, plan_memory, smallest_memory, smallest_with
 from k3mlx.memory import format_size
+from tests.needs import MB, NEEDS
 
-from .facts import GB, MB, NEEDS
+from .facts import GB
 
 
 def test_a_model_that_fits_says_how_much_of_it_is_in_memory() -> None:
@@ -28,7 +27,7 @@ def test_weights_that_are_read_at_each_pass_are_a_warning_with_what_would_hold_t
     assert plan is not None
     assert plan.dense_bytes_per_pass > 0
     assert line.level == WARNING
-    assert format_size(resident_memory(NEEDS)) in line.remedy
+    assert format_size(smallest_with(NEEDS, all_resident)) in line.remedy
 
 
 def test_a_budget_that_is_too_small_names_the_smallest_that_is_not() -> None:
@@ -41,14 +40,6 @@ def test_a_budget_that_is_too_small_names_the_smallest_that_is_not() -> None:
     assert check_memory(NEEDS, smallest, None)[1].level == WARNING
     cache = 200 * NEEDS.expert  # more of it has been asked for
     assert line.data["smallest"] < check_memory(NEEDS, smallest, cache)[1].data["smallest"]
-
-
-def test_the_budget_that_holds_all_weights_is_the_smallest_such() -> None:
-    whole = resident_memory(NEEDS)
-    assert plan_memory(NEEDS, whole, None).dense_bytes_per_pass == 0
-    assert plan_memory(NEEDS, whole - 1, None).dense_bytes_per_pass > 0
-    alone = replace(NEEDS, ring=None)
-    assert resident_memory(alone) == smallest_memory(alone)
 
 
 @pytest.mark.parametrize(

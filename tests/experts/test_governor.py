@@ -7,23 +7,9 @@ import pytest
 
 from k3mlx import machine
 from k3mlx.errors import ResourceError
-from k3mlx.governor import LADDER, Governor, Needs, plan_memory, smallest_memory
+from k3mlx.governor import LADDER, Governor, all_resident, plan_memory, smallest_memory, smallest_with
 from k3mlx.machine import Available
-from k3mlx.needs import DenseBytes
-
-MB = 1 << 20
-NEEDS = Needs(
-    process=50 * MB,
-    dense=DenseBytes((300 * MB, *[100 * MB] * 9), 80 * MB, (150 * MB, *[50 * MB] * 9)),
-    ring=400 * MB,
-    state=20 * MB,
-    activations=lambda tokens: tokens * MB,
-    scratch=lambda budget: 4 * MB,
-    expert=17 * MB,
-    padding=MB,
-    experts=900,
-    least=16,
-)
+from tests.needs import MB, NEEDS
 
 
 def total(plan):
@@ -50,6 +36,20 @@ def test_weights_go_before_the_cache_and_all_stay_when_they_fit():
     assert 0 < len(short.resident) < 10
     assert short.weights == 80 * MB + 400 * MB + 1_200 * MB - 2 * short.dense_bytes_per_pass
     assert "are read at every pass" in short.lines()[1]
+
+
+@pytest.mark.parametrize("experts", [900, 16])
+def test_the_smallest_budget_for_a_purpose(experts):
+    """Also where the smallest of all serves it."""
+    needs = replace(NEEDS, experts=experts)
+    for enough in (all_resident, lambda plan: plan.cache >= experts * needs.expert, lambda plan: True):
+        found = smallest_with(needs, enough)
+        assert enough(plan_memory(needs, found, None))
+        if found > smallest_memory(needs):
+            assert not enough(plan_memory(needs, found - 1, None))
+    assert smallest_with(needs, lambda plan: True) == smallest_memory(needs)
+    alone = replace(needs, ring=None)  # nothing can be read at each pass
+    assert smallest_with(alone, all_resident) == smallest_memory(alone)
 
 
 @pytest.mark.parametrize("chunk", [None, 64])

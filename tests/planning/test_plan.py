@@ -1,5 +1,6 @@
 """The plan on paper is the engine's own; hit rates and speeds behave, and hold what has been published."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -7,11 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import k3mlx
 from k3mlx.checkpoint.mlx_lm import open_checkpoint
+from k3mlx.cli import main
 from k3mlx.convert.formats import PARTS, Formats
 from k3mlx.convert.job import Job
 from k3mlx.devices import Choice
+from k3mlx.errors import ResourceError
+from k3mlx.experts import native
 from k3mlx.governor import plan_memory
+from k3mlx.kernels.cpu import load_cpu_kernels
 from k3mlx.needs import Needs, backend_needs
 from k3mlx.planning import hits, machines, speed
 from k3mlx.planning.outlook import look
@@ -20,6 +26,7 @@ from k3mlx.planning.plan import METAL, Case, best, case, mac_budget, model_needs
 from k3mlx.planning.released import RELEASED
 from k3mlx.planning.source import describe
 from tests import tiny
+from tests.doctor.facts import TRIAL
 from tests.scripts_at import script
 
 BUDGETS = (1 << 20, 1 << 30, 1 << 40)
@@ -60,6 +67,35 @@ def test_needs_on_paper_are_those_of_an_overlay(written: Path, tmp_path: Path, c
         paper = source.formats["as stored"]
         assert paper.quantized.keys() == checkpoint.quantized.keys()
         assert values(backend_needs(choice, paper, None)) == values(backend_needs(choice, checkpoint, None))
+
+
+@pytest.mark.parametrize("widened", ["", "a small model", "kernels that compute wrong"])
+def test_weights_on_numpy_are_counted_as_the_engine_holds_them(
+    written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], widened: str
+) -> None:
+    """By plan, by doctor and by the engine: as stored where the C kernels take them so, else in float32."""
+    if widened != "a small model":
+        try:
+            kernels = load_cpu_kernels()
+        except ResourceError as error:
+            pytest.skip(str(error))
+        monkeypatch.setattr("k3mlx.dense_native.SMALL_HIDDEN", 63)
+    if widened == "kernels that compute wrong":
+        check = native.verify(kernels)[0]._replace(ok=False)
+        monkeypatch.setattr(native, "verify", lambda kernels: [check])
+    with k3mlx.load(written, backend="numpy") as engine:
+        held = engine.governor.plan.weights
+        kernel = {part["part"]: part["kernel"] for part in engine.report()["parts"]}["kda"]
+    assert kernel.startswith("numpy" if widened else "C kernels")
+    (paper, *_) = describe(str(written)).formats.values()
+    assert model_needs(Choice("numpy", "cpu"), paper, 8192).dense.total == held
+    monkeypatch.setattr("k3mlx.doctor.trial.run_trial", lambda backend, device: TRIAL)
+    assert (
+        main(["doctor", "--model", str(written), "--backend", "numpy", "--json", "-"]) == 3
+    )  # no vocabulary
+    found = json.loads(capsys.readouterr().out)["findings"]
+    (memory,) = (finding["data"] for finding in found if finding["code"] == "memory")
+    assert memory["weights"] == held
 
 
 def test_context_takes_state() -> None:
