@@ -248,14 +248,12 @@ def make_backend(
             checkpoint, dtype, expert_cache, streaming, resident, experts_kernel, cpu_threads, thin, dense
         )  # fmt: skip
     else:
-        if experts_kernel not in ("auto", "stream"):
-            raise UsageError(f"experts_kernel is {experts_kernel!r}, expected auto or stream on mlx")
         from .model.backend import MlxBackend
 
         made = MlxBackend(
             checkpoint, dtype, expert_cache, streaming,
             device=choice.device, kernels=choice.kernels, must=choice.must,
-            experts_device=experts_device, threads=cpu_threads,
+            experts_device=experts_device, experts_kernel=experts_kernel, threads=cpu_threads,
             cache_bytes=mlx_cache_limit(0 if plan is None else plan.memory) if plan or thin else None,
             resident=resident, thin=thin, ranks=ranks,
         )  # fmt: skip

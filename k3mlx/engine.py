@@ -77,8 +77,8 @@ def load(
     which leaves it to K3_METAL (1 Metal or nothing, 0 never a GPU) and to what is there.
     dtype: what the dense parts compute in: float32 (default) or float64 on numpy; bfloat16 (default on a GPU)
     or float32 (default on the CPU) on mlx. experts_device: `cpu`, or `gpu` for mlx on a GPU.
-    experts_kernel: what computes them on the CPU: `native` (C) or `numpy` on numpy, `stream` on mlx; `auto` is
-    native where it is built and has computed right on this machine.
+    experts_kernel: what computes them on the CPU: `native` (C), or `numpy` on numpy and `stream` (CPU streams of
+    MLX) on mlx; `auto` is native where it is built and has computed right on this machine.
     dense_kernel: what multiplies with dense weights on numpy: `native` (C, on the weights as they are stored) or
     `numpy` (on weights widened in memory); `auto` is native in float32 for all but small models, where it can.
     cpu_threads: threads of the C kernels (or CPU streams on mlx); None is OMP_NUM_THREADS, else every core.
@@ -123,7 +123,10 @@ def load(
             from .ranks.follow import follow, lead
 
             if team.rank:
-                follow(team, checkpoint, choice, needs, limit, budget, streaming, experts_device, cpu_threads)
+                follow(
+                    team, checkpoint, choice, needs, limit, budget, streaming,
+                    experts_device, experts_kernel, cpu_threads,
+                )  # fmt: skip
                 raise SystemExit(0)
         needs = replace(needs, state=needs.state + parse_size(session_memory, "session_memory"))
         plan = plan_memory(needs, limit, budget, step)

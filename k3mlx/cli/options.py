@@ -61,7 +61,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--experts-kernel",
         choices=("auto", "native", "numpy", "stream"),
         default="auto",
-        help="C or numpy on the numpy backend, CPU streams on mlx (default: native where built and verified)",
+        help="on the CPU: native (C), or numpy on the numpy backend and stream (CPU streams) on mlx"
+        " (default: native where built and verified)",
     )
     group.add_argument(
         "--dense-kernel",

@@ -99,19 +99,29 @@ def make_experts(
         raise UsageError(
             f"experts_kernel is {kernel!r}, expected one of {', '.join(EXPERT_KERNELS)} on numpy"
         )
-    on_numpy = NumpyExperts(store, config, dtype, router)
-    if kernel == "numpy":
-        return on_numpy, None
     if np.dtype(dtype) != np.float32:
         if kernel == "native":
             raise UsageError(f"experts_kernel native computes in float32, not {np.dtype(dtype)}")
-        return on_numpy, None
+        kernel = "numpy"
+    kernels, why = choose_kernels(kernel, threads)
+    if kernels is not None:
+        return NativeExperts(store, config, kernels, router), None
+    return NumpyExperts(store, config, dtype, router), why and f"experts on numpy: {why}"
+
+
+def choose_kernels(kernel: str, threads: int | None) -> tuple[CpuKernels | None, str | None]:
+    """The C kernels if they are wanted and compute right, else None and, for `auto`, why there are none.
+
+    kernel: `native`, `auto`, or another, which wants none. Raises ResourceError if `native` cannot be had.
+    """
+    if kernel not in ("auto", "native"):
+        return None, None
     try:
-        return NativeExperts(store, config, verified_kernels(threads), router), None
+        return verified_kernels(threads), None
     except ResourceError as error:
         if kernel == "native":
             raise
-        return on_numpy, f"experts on numpy: {error}"
+        return None, str(error)
 
 
 def verified_kernels(threads: int | None) -> CpuKernels:

@@ -28,10 +28,10 @@ from k3mlx.reference.model import Hooks
 from k3mlx.watchdog import Watchdog, save_ids
 
 from .model import MlxModel
-from .moe import ExpertStreams
 from .owner import OWNER, Call
 from .probe import surprises
-from .room import EndOfRun, Room, log
+from .room import EndOfRun, Room, log, make_room
+from .routed import choose_native
 from .slots import MlxSlots
 from .state import State
 from .weights import Loader
@@ -45,7 +45,9 @@ class MlxBackend:
     """The model in MLX.
 
     device: `metal`, `cuda` or `cpu`, known to be there. dtype: of the activations and the dense weights.
-    experts_device: `cpu` for streams of the CPU, `gpu` for MLX's own matmul on the GPU. threads: CPU streams.
+    experts_device: `cpu`, or `gpu` for MLX's own matmul on the GPU. experts_kernel: what computes them on the CPU:
+    `native` (C), `stream` (CPU streams of MLX), or `auto`: native where it is built and has computed right on this
+    machine just now. threads: of the C kernels, or CPU streams.
     kernels: whether the kernels of this package are used on the GPU, those that have passed the self-test; must: one
     that has not is an error. cache_bytes: freed buffers that MLX may keep. resident: layers whose dense weights
     stay in memory, all if None. thin: embedding and head stay on disk, and no layer is read ahead.
@@ -65,6 +67,7 @@ class MlxBackend:
         kernels: bool = False,
         must: bool = False,
         experts_device: str = "cpu",
+        experts_kernel: str = "auto",
         threads: int | None = None,
         cache_bytes: int | None = None,
         resident: Collection[int] | None = None,
@@ -75,37 +78,27 @@ class MlxBackend:
             raise UsageError(f"dtype is {dtype!r}, expected bfloat16 or float32 on the mlx backend")
         self.config = checkpoint.config
         self.dtype = dtype
+        native, why = choose_native(experts_kernel, checkpoint, threads)
         threads = threads or default_threads()
         self.watchdog = Watchdog()
         if ranks is not None:
             ranks.team.fed, ranks.experts_report = lambda: self.watchdog.ids, self.experts_report
         self._slots = MlxSlots()
-        self.store = ExpertStore(checkpoint, expert_cache, streaming, self._slots)
+        on_streams = native is None or experts_device == "gpu"
+        self.store = ExpertStore(checkpoint, expert_cache, streaming, self._slots if on_streams else None)
 
         launchers, gated = _kernels(device, kernels, must)
 
         def build(call: Call) -> tuple[Room, MlxModel, list[str]]:
             mx.set_cache_limit(CACHE_BYTES if cache_bytes is None else cache_bytes)
-            on_gpu = experts_device == "gpu" and device != "cpu"
-            streams = ExpertStreams(
-                mx.gpu if on_gpu else mx.cpu, 1 if on_gpu else threads, group=max(16, threads)
-            )
-            room = Room(
-                device,
-                launchers,
-                streams,
-                device if on_gpu else "cpu",
-                self.watchdog,
-                threads,
-                ranks,
-            )
+            room = make_room(device, launchers, self.watchdog, experts_device, native, threads, ranks)
             loader = Loader(
                 checkpoint, DTYPES[dtype], in_place=device != "cuda", thin=thin,
                 threads=self.store.options.io_threads, direct=self.store.files.direct,
             )  # fmt: skip
             with mx.stream(room.stream):
                 notes = surprises()
-                model = MlxModel(loader, self.store, room, resident)
+                model = MlxModel(loader, self.store, room, resident, native)
             if device == "metal":
                 notes += _wire(mx.get_active_memory())
             return room, model, notes
@@ -120,7 +113,7 @@ class MlxBackend:
         self.model: MlxModel | None = model
         self._formats = model.formats() | {"experts": _expert_format(checkpoint)}
         self._formats = {part: form for part, form in self._formats.items() if part in _parts(checkpoint)}
-        self.notes = (*gated, *notes, *self._slow_formats())
+        self.notes = (*gated, *notes, *([] if why is None else [why]), *self._slow_formats())
 
     @property
     def device(self) -> str:

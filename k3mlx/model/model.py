@@ -19,6 +19,7 @@ from k3mlx.config import ModelConfig
 from k3mlx.dense import LayerRing, stored_sizes
 from k3mlx.errors import K3Error
 from k3mlx.experts.store import ExpertStore
+from k3mlx.kernels.cpu import CpuKernels
 from k3mlx.kernels.plain import router_logits
 from k3mlx.ranks.lead import Total
 from k3mlx.reference.model import Hooks
@@ -46,18 +47,24 @@ class Residual:
 class MlxModel:
     """The text model with its dense weights as MLX arrays of one dtype, its routed experts in a store.
 
-    `resident` layers keep their weights in memory (None: all), others are read at each use. Made by the thread
+    `resident` layers keep their weights in memory (None: all), others are read at each use. `native`: C kernels for
+    the experts that the room has no streams for. Made by the thread
     that owns MLX. A step is `embed`, each `layer` and `head`.
     """
 
     def __init__(
-        self, loader: Loader, store: ExpertStore, room: Room, resident: Collection[int] | None = None
+        self,
+        loader: Loader,
+        store: ExpertStore,
+        room: Room,
+        resident: Collection[int] | None = None,
+        native: CpuKernels | None = None,
     ) -> None:
         self.config: ModelConfig = loader.config
         self.dtype = loader.dtype
         self.room = room
         self._store = store
-        self._routed = RoutedExperts(store, self.config, room)
+        self._routed = RoutedExperts(store, self.config, room, native)
         self.outer = loader.outer()
         sizes = stored_sizes(loader.checkpoint)
         kept = set(range(len(sizes)) if resident is None else resident)

@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from k3mlx.errors import K3Error
 from k3mlx.kernels import Kernels
+from k3mlx.kernels.cpu import CpuKernels
 from k3mlx.ranks.lead import Alone, Ranks
 from k3mlx.watchdog import Watchdog
 
@@ -42,7 +43,8 @@ class Room:
     """The paths of one engine: used and changed by the thread that owns MLX only.
 
     kind: `metal`, `cuda` or `cpu`, where the dense parts run. experts: the streams for routed experts, which
-    run on the CPU unless `experts_kind` says otherwise; cpu_streams: how many to use if they fall back to it.
+    run on the CPU unless `experts_kind` says otherwise; None if the host computes them, by what `host` names.
+    cpu_streams: how many streams of the CPU to use if they fall back to it; 0 for the host instead.
     ranks: the processes that have a part of the routed experts; this one alone if None.
     """
 
@@ -50,16 +52,18 @@ class Room:
         self,
         kind: str,
         kernels: Kernels,
-        experts: ExpertStreams,
+        experts: ExpertStreams | None,
         experts_kind: str,
         watchdog: Watchdog,
         cpu_streams: int = 1,
         ranks: Ranks | None = None,
+        host: str = "numpy",
     ) -> None:
         self.kind = kind
         self.ranks = ranks or Alone()
         self.kernels = kernels
-        self.experts: ExpertStreams | None = experts  # None: numpy, when MLX has failed at them
+        self.experts = experts
+        self.host = host
         self.experts_kind = experts_kind
         self.watchdog = watchdog
         # a kernel runs on its thread's default stream whatever the context says, so everything else does too
@@ -70,12 +74,12 @@ class Room:
         self.first_kind = kind
         self.evaluations = 0  # that have been waited for
         self.evaluation_seconds = 0.0  # in which the host waited for MLX
-        self._first_experts = experts_kind
+        self._first_experts = (experts is None, experts_kind)
         self._cpu_streams = cpu_streams
         self._part = "head"
         self._evaluating = False
         self._launched: dict[str, int] = {}
-        self._streams = [self.stream, *experts.streams]
+        self._streams = [self.stream, *([] if experts is None else experts.streams)]
 
     def begin(self) -> None:
         """A step starts: nothing of it has been launched."""
@@ -87,7 +91,7 @@ class Room:
         self._part = part
         self.calls[part] += 1
         if part == "experts":
-            self.fallbacks[part] += self.experts is None or self.experts_kind != self._first_experts
+            self.fallbacks[part] += (self.experts is None, self.experts_kind) != self._first_experts
         else:
             self.fallbacks[part] += self.kind != self.first_kind
 
@@ -138,10 +142,10 @@ class Room:
         log.warning("k3mlx: %s (%s); the step is done again with %s", where, short, remedy)
 
     def _experts_fall_back(self) -> str:
-        """From a GPU to the streams of the CPU, from there to numpy."""
-        if self.experts is None or self.experts_kind == "cpu":
-            self.experts = None
-            return "routed experts in numpy from now on"
+        """From a GPU to the streams of the CPU, from there to the host."""
+        if self.experts is None or self.experts_kind == "cpu" or not self._cpu_streams:
+            self.experts, self.experts_kind = None, "cpu"
+            return f"routed experts by {self.host} from now on"
         self.experts = ExpertStreams(mx.cpu, self._cpu_streams, self.experts.group)
         self.experts_kind = "cpu"
         self._streams += self.experts.streams
@@ -180,13 +184,13 @@ class Room:
 
     def _device(self, part: str) -> str:
         if part == "experts":
-            return "cpu" if self.experts is None else self.experts_kind
+            return self.experts_kind
         return self.kind
 
     def _kernel(self, part: str) -> str:
         if part == "experts":
             if self.experts is None:
-                return "numpy"
+                return self.host
             count = len(self.experts.streams)
             return "mlx" if self.experts_kind != "cpu" else f"mlx on {count} stream{'s' if count > 1 else ''}"
         if self.kernels.maker is None:
@@ -225,3 +229,23 @@ class Room:
                 continue
             return
         raise EndOfRun("a stream keeps failing after an error; the process cannot go on computing")
+
+
+def make_room(
+    device: str,
+    kernels: Kernels,
+    watchdog: Watchdog,
+    experts_device: str,
+    native: CpuKernels | None,
+    threads: int,
+    ranks: Ranks | None = None,
+) -> Room:
+    """The room of an engine, or of a rank's experts: these on streams of the GPU or the CPU, or on the host by the
+    C kernels `native`. Called by the thread that owns MLX."""
+    group, kind, streams = max(16, threads), "cpu", None
+    if experts_device == "gpu" and device != "cpu":
+        kind, streams = device, ExpertStreams(mx.gpu, 1, group)
+    elif native is None:
+        streams = ExpertStreams(mx.cpu, threads, group)
+    host = "numpy" if native is None else native.describe()
+    return Room(device, kernels, streams, kind, watchdog, 0 if native else threads, ranks, host)

@@ -24,10 +24,9 @@ from k3mlx.experts.store import ExpertStore
 from k3mlx.governor import Governor, MemoryPlan, plan_memory
 from k3mlx.kernels import Kernels
 from k3mlx.kernels.cpu import default_threads
-from k3mlx.model.moe import ExpertStreams
 from k3mlx.model.owner import OWNER, Call
-from k3mlx.model.room import Room
-from k3mlx.model.routed import RoutedExperts
+from k3mlx.model.room import make_room
+from k3mlx.model.routed import RoutedExperts, choose_native
 from k3mlx.model.slots import MlxSlots
 from k3mlx.needs import DenseBytes, Needs
 from k3mlx.watchdog import Watchdog
@@ -73,13 +72,14 @@ def follow(
     expert_cache: int | None,
     streaming: StreamOptions,
     experts_device: str = "cpu",
+    experts_kernel: str = "auto",
     threads: int | None = None,
 ) -> None:
     """Serve rank 0 until it is done. Arguments as `k3mlx.load` has understood them."""
     _check(choice)
     chunk = team.agree(facts(checkpoint))
     plan = plan_memory(experts_only(needs), memory, expert_cache, chunk)
-    follower = Follower(team, checkpoint, choice, plan, streaming, experts_device, threads)
+    follower = Follower(team, checkpoint, choice, plan, streaming, experts_device, experts_kernel, threads)
     try:
         follower.serve()
     finally:
@@ -98,7 +98,7 @@ def experts_only(needs: Needs) -> Needs:
 
 
 class Follower:
-    """The experts of one rank, computed by MLX on CPU streams, or on its GPU if `experts_device` says so."""
+    """The experts of one rank, computed on the CPU, or by MLX on its GPU if `experts_device` says so."""
 
     def __init__(
         self,
@@ -108,22 +108,23 @@ class Follower:
         plan: MemoryPlan,
         streaming: StreamOptions,
         experts_device: str = "cpu",
+        experts_kernel: str = "auto",
         threads: int | None = None,
     ) -> None:
         self._team = team
         self._config = checkpoint.config
+        native, _ = choose_native(experts_kernel, checkpoint, threads)
         self._slots = MlxSlots()
         self._store = ExpertStore(checkpoint, plan.cache, replace(streaming, warm_start="off"), self._slots)
         self._governor = Governor(plan, self._store)
         self._watchdog = Watchdog()
-        threads = threads or default_threads()
-        on_gpu = experts_device == "gpu" and choice.device != "cpu"
+        device = choice.device if experts_device == "gpu" else "cpu"
 
         def build() -> RoutedExperts:
-            streams = ExpertStreams(mx.gpu if on_gpu else mx.cpu, 1 if on_gpu else threads, max(16, threads))
-            kind = choice.device if on_gpu else "cpu"
-            self._room = Room(kind, Kernels(None), streams, kind, self._watchdog, threads)
-            return RoutedExperts(self._store, self._config, self._room)
+            self._room = make_room(
+                device, Kernels(None), self._watchdog, experts_device, native, threads or default_threads()
+            )
+            return RoutedExperts(self._store, self._config, self._room, native)
 
         self._routed = OWNER.call(lambda call: build(), self._watchdog)
 

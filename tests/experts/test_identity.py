@@ -1,6 +1,6 @@
 """Streaming never changes a bit: budgets, policies, threads, direct reads, overlap, lookahead, warm start.
 
-On numpy and on MLX, each against itself. `pytest -m slow` runs the product of all of them.
+On numpy, and on MLX with experts in C and on streams, each against itself. `pytest -m slow` runs all combinations.
 """
 
 import itertools
@@ -28,9 +28,16 @@ DEFAULTS = {
 }
 
 
+def engine_on(folder, backend, **options):
+    """An engine of a `backend` as the fixture names it."""
+    name, _, kernel = backend.partition(" ")
+    kernels = {"experts_kernel": kernel} if kernel else {}
+    return k3mlx.load(folder, backend=name, **(DEFAULTS | kernels | options))
+
+
 def outputs(folder, backend, **options):
     """All logits of a prompt and of ten greedy steps, the final state, and the report of experts."""
-    with k3mlx.load(folder, backend=backend, **(DEFAULTS | {"prefill_step_size": 5} | options)) as engine:
+    with engine_on(folder, backend, **({"prefill_step_size": 5} | options)) as engine:
         session = engine.session()
         rows = [session.feed(PROMPT, all_logits=True)]
         for _ in range(10):
@@ -44,9 +51,9 @@ def assert_identical(got, expected):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.fixture(scope="module", params=["numpy", "mlx"])
+@pytest.fixture(scope="module", params=["numpy", "mlx", "mlx stream"])
 def backend(request):
-    if request.param == "mlx":
+    if request.param != "numpy":
         pytest.importorskip("mlx.core", reason="mlx is not installed")
     return request.param
 
@@ -135,8 +142,8 @@ def test_the_numpy_mixture_is_the_references(streaming_folder):
 
 def test_a_prompt_reads_each_expert_of_a_layer_once(streaming_folder, backend, payload, tmp_path):
     trace = tmp_path / "trace"
-    options = DEFAULTS | {"expert_cache": 4 * payload, "prefill_step_size": 64, "expert_trace": trace}
-    with k3mlx.load(streaming_folder, backend=backend, **options) as engine:
+    options = {"expert_cache": 4 * payload, "prefill_step_size": 64, "expert_trace": trace}
+    with engine_on(streaming_folder, backend, **options) as engine:
         engine.session().feed(PROMPT)
         read = engine.report()["experts"]["bytes_read"]
     sizes, routings = read_trace(trace)

@@ -1,4 +1,5 @@
-"""Experts by the C kernels: the numpy result to rounding, and the same bits whatever the cache and threads."""
+"""Experts by the C kernels on both backends: the numpy result to rounding, and the same bits whatever the cache and
+threads."""
 
 import numpy as np
 import pytest
@@ -17,9 +18,9 @@ except ResourceError as error:
 IDS = np.random.default_rng(4).integers(0, 37, 90).tolist()
 
 
-def logits(folder, **options):
+def logits(folder, backend="numpy", **options):
     """Rows after a prompt and two decoded tokens, and what the report calls the experts' kernel."""
-    with k3mlx.load(folder, backend="numpy", warm_start="off", **options) as engine:
+    with k3mlx.load(folder, backend=backend, device="cpu", warm_start="off", **options) as engine:
         session = engine.session()
         rows = np.concatenate([session.feed(IDS, all_logits=True), [session.feed([3]), session.feed([5])]])
         parts = {part["part"]: part["kernel"] for part in engine.report()["parts"]}
@@ -59,6 +60,29 @@ def test_same_bits_for_any_cache_policy_threads_and_order(model, monkeypatch):
         "k3mlx.experts.compute.SUMMANDS_MAX", 0
     )  # experts in the order of ids, added as they come
     np.testing.assert_array_equal(logits(model, experts_kernel="native", expert_cache=0)[0], expected)
+
+
+def test_mlx_takes_them_too(model):
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    by_streams, name = logits(model, "mlx", experts_kernel="stream")
+    assert name.startswith("mlx on ")
+    by_kernel, name = logits(model, "mlx")
+    assert name.startswith("C kernels, ")
+    assert np.abs(by_kernel - by_streams).max() > 0  # other sums
+    np.testing.assert_allclose(by_kernel, by_streams, atol=2e-5 * np.abs(by_streams).max())
+    with pytest.raises(UsageError, match="experts_kernel is 'numpy'"):
+        k3mlx.load(model, backend="mlx", device="cpu", experts_kernel="numpy")
+
+
+def test_mlx_falls_back_to_its_streams_aloud(model, monkeypatch):
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    failed = native.verify(load_cpu_kernels())[0]._replace(ok=False, worst=0.5)
+    monkeypatch.setattr(native, "verify", lambda kernels: [failed])
+    with k3mlx.load(model, backend="mlx", device="cpu") as engine:
+        assert any("CPU streams of mlx" in line and "compute wrong" in line for line in engine.backend.notes)
+        assert engine.backend.room.experts is not None
+    with pytest.raises(ResourceError, match="compute wrong on this machine"):
+        k3mlx.load(model, backend="mlx", device="cpu", experts_kernel="native")
 
 
 def test_wrong_results_on_this_machine_switch_it_off_aloud(model, monkeypatch):

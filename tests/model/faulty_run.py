@@ -112,7 +112,8 @@ def plant(room, where, how, failing):
 def main(folder, where, how, failing):
     failing = int(failing) if how not in ("none", "off") else -1
     device = "gpu" if where == "gpu" else "cpu"
-    with k3mlx.load(folder, backend="mlx", device=device, dtype="float32") as engine:
+    options = {"experts_kernel": "stream"} if where == "experts" else {}
+    with k3mlx.load(folder, backend="mlx", device=device, dtype="float32", **options) as engine:
         fault = plant(engine.backend.room, where, how, failing)
         if how == "never":
             engine.backend.watchdog.scale = 0.02

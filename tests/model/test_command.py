@@ -51,7 +51,17 @@ def test_same_text_and_form_of_report(run):
 
 def test_verbose_says_what_runs_where(run):
     _, said = run(
-        "--backend", "mlx", "--device", "cpu", "--dtype", "bfloat16", "--cpu-threads", "2", "--verbose"
+        "--backend",
+        "mlx",
+        "--device",
+        "cpu",
+        "--dtype",
+        "bfloat16",
+        "--experts-kernel",
+        "stream",
+        "--cpu-threads",
+        "2",
+        "--verbose",
     )
     lines = said.splitlines()
     assert any("mlx bfloat16 on cpu" in line for line in lines)

@@ -26,7 +26,7 @@ EXPERTS = pytest.mark.parametrize("experts_device", ["cpu", "gpu"])
 SEEDS = range(6)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")  # before any other of the module is made
 def gpu():
     kind = gpu_kind(mx)
     if kind is None:

@@ -67,7 +67,9 @@ def test_engines_share_the_streams(byte_model):
     """A stream is a thread of the system that never ends: many engines must not mean many threads."""
     counts = []
     for _ in range(3):
-        with k3mlx.load(byte_model, backend="mlx", device="cpu", cpu_threads=3) as engine:
+        with k3mlx.load(
+            byte_model, backend="mlx", device="cpu", experts_kernel="stream", cpu_threads=3
+        ) as engine:
             engine.session().feed([1, 2, 3])
             streams = engine.backend.room.experts.streams
             counts.append(os_threads())

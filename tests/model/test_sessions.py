@@ -91,12 +91,11 @@ def test_sessions_may_be_fed_from_any_thread(engine):
 
 def test_expert_cache_and_streams_change_no_bit(folder):
     prompt = list(range(1, 30))
-    with k3mlx.load(folder, backend="mlx", device="cpu") as engine:
+    options = {"backend": "mlx", "device": "cpu", "experts_kernel": "stream"}
+    with k3mlx.load(folder, **options) as engine:
         expected, last = greedy(engine.session(), prompt, 10)
     for threads, cache in ((3, "auto"), (2, 0), (1, 0)):
-        with k3mlx.load(
-            folder, backend="mlx", device="cpu", expert_cache=cache, cpu_threads=threads
-        ) as engine:
+        with k3mlx.load(folder, expert_cache=cache, cpu_threads=threads, **options) as engine:
             ids, logits = greedy(engine.session(), prompt, 10)
             row = next(row for row in engine.report()["parts"] if row["part"] == "experts")
         assert row["kernel"] == f"mlx on {threads} stream{'s' if threads > 1 else ''}"
