@@ -11,8 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from typing import Any, Generic, TypeVar, overload
 
-from .checkpoint.names import layer_specs
+from .checkpoint.names import TensorSpec, layer_specs
 from .checkpoint.snapshot import Checkpoint
+from .ranks.part import Part
 
 T = TypeVar("T")
 Begin = Callable[[int], Callable[[], T]]  # prepares a layer; the result reads it
@@ -125,9 +126,12 @@ class LayerRing(Sequence[T], Generic[T]):
         return self._thread.submit(run)
 
 
-def stored_sizes(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Bytes on disk of each layer without its routed experts."""
-    return tuple(
-        sum(checkpoint.tensors[spec.name].nbytes for spec in layer_specs(checkpoint.config, n))
-        for n in range(checkpoint.config.num_hidden_layers)
-    )
+def stored_sizes(checkpoint: Checkpoint, part: Part | None = None) -> tuple[int, ...]:
+    """Bytes on disk of each layer without its routed experts, or those that are read for a part of it."""
+
+    def size(spec: TensorSpec) -> int:
+        stored = checkpoint.tensors[spec.name].nbytes
+        return stored if part is None else part.bytes_read(spec, stored)
+
+    config = checkpoint.config
+    return tuple(sum(map(size, layer_specs(config, n))) for n in range(config.num_hidden_layers))

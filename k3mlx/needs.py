@@ -105,8 +105,8 @@ def backend_needs(
         at_once, many = sum(sorted(dense.layers)[-3:]), choice.device != "cuda" and len(dense.layers) > 3
         copies, item = 3, 4  # products of CPU streams are float32
         scratch = mlx_cache_limit
-    layers = range(config.num_hidden_layers)
-    largest = max(size_of(spec) for n in layers for spec in layer_specs(checkpoint.config, n))  # what gaps may add up to
+    specs = (spec for n in range(config.num_hidden_layers) for spec in layer_specs(checkpoint.config, n))
+    largest = max(map(size_of, specs))  # what gaps may add up to
     layout = ExpertLayout(checkpoint)
     return Needs(
         process=machine.footprint() or 0,

@@ -16,6 +16,7 @@ from .options import check_target, write_text
 if TYPE_CHECKING:
     from k3mlx.planning.outlook import Outlook
     from k3mlx.planning.plan import Case
+    from k3mlx.planning.ranks import Link, RanksCase, RanksOutlook
 
 HELP = "what a model takes and how fast it would be, from its configuration alone"
 FITS_NOT = 4  # exit code
@@ -37,11 +38,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--disk-gbps", type=float, metavar="X",
         help="10^9 bytes a second that the disk gives, as k3mlx doctor measures it: also planned for a Mac",
     )  # fmt: skip
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=(), metavar="N",
+        help="also plan N machines of each kind together (mlx.launch), e.g. 2 4",
+    )  # fmt: skip
+    parser.add_argument(
+        "--link-gbps", type=float, default=2.5, metavar="X",
+        help="10^9 bytes a second between them (default: 2.5, assumed of IP over Thunderbolt)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--link-latency-us", type=float, default=100.0, metavar="X",
+        help="10^-6 seconds a message takes before its first byte (default: 100, assumed)",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the figures as one object; - is stdout")
 
 
 def run(args: argparse.Namespace) -> int:
-    from k3mlx.planning.outlook import look
+    from k3mlx.planning.outlook import look, macs_for
+    from k3mlx.planning.ranks import look_at_ranks
 
     check_target(args.json, "--json")
     if args.context < 1:
@@ -49,13 +63,32 @@ def run(args: argparse.Namespace) -> int:
     if args.disk_gbps is not None and not 0 < args.disk_gbps < 1e4:
         raise UsageError(f"--disk-gbps is {args.disk_gbps}, expected a rate above 0 in 10^9 bytes a second")
     memory = None if args.memory == "auto" else parse_size(args.memory, "--memory")
+    link = _link(args)
     rate = None if args.disk_gbps is None else args.disk_gbps * 1e9
     outlook = look(args.model, args.context, memory, rate)
+    macs = macs_for(memory, rate)
+    several = [look_at_ranks(outlook.source, size, args.context, link, macs) for size in args.ranks]
     out = sys.stderr if args.json == "-" else sys.stdout
     print(format_outlook(outlook, args.verbose), file=out)
+    for found in several:
+        print("\n" + "\n".join(_ranks(found)), file=out)
     if args.json:
-        write_text(args.json, json.dumps(outlook.report(), indent=1, ensure_ascii=False) + "\n", "--json")
+        report = outlook.report() | {"several_machines": [found.report() for found in several]}
+        write_text(args.json, json.dumps(report, indent=1, ensure_ascii=False) + "\n", "--json")
     return 0 if outlook.fits else FITS_NOT
+
+
+def _link(args: argparse.Namespace) -> Link:
+    from k3mlx.planning.ranks import RANKS_MAX, Link
+
+    for size in args.ranks:
+        if not 2 <= size <= RANKS_MAX:
+            raise UsageError(f"--ranks is {size}, expected 2 to {RANKS_MAX} machines")
+    if not 0 < args.link_gbps < 1e4:
+        raise UsageError(f"--link-gbps is {args.link_gbps}, expected a rate above 0 in 10^9 bytes a second")
+    if not 0 <= args.link_latency_us < 1e7:
+        raise UsageError(f"--link-latency-us is {args.link_latency_us}, expected at least 0 in 10^-6 seconds")
+    return Link(args.link_gbps * 1e9, args.link_latency_us * 1e-6)
 
 
 def format_outlook(outlook: Outlook, verbose: bool = False) -> str:
@@ -130,6 +163,54 @@ def _macs(outlook: Outlook) -> list[str]:
         *_table(rows),
         *(f"{name}: {text}" for name, text in outlook.basis.items()),
     ]
+
+
+def _ranks(outlook: RanksOutlook) -> list[str]:
+    from k3mlx.planning.ranks import BASIS
+
+    size, link = outlook.size, outlook.link
+    lines = [
+        f"{size} machines together (estimates), the link {_rate(link.rate)} and {link.latency * 1e6:.3g} us a message:"
+    ]
+    traffic = [
+        ("a token, to each other rank", "messages a layer", "bytes a layer", "messages", "bytes", "time")
+    ]
+    for dense, paper in outlook.traffic.items():
+        traffic.append(
+            (
+                _SPLIT[dense], str(paper.layer_messages), f"{4 * paper.layer_floats:,}", f"{paper.messages:,}",
+                f"{paper.bytes_in(1):,}", f"{paper.seconds(1, size, link) * 1e3:.1f} ms",
+            )
+        )  # fmt: skip
+    rows = [
+        ("", "", "dense", "of it on rank 0, others", "slots a layer", "found in memory", "read by a rank, a token",
+         "tokens/s", "prompt of 1000"),
+        *(_ranks_row(case) for case in outlook.cases),
+    ]  # fmt: skip
+    owned, busiest = outlook.owned_bytes_per_token, outlook.busiest
+    return [
+        *lines, *_columns(traffic), "", *_columns(rows),
+        f"experts of a token on each rank: {owned:,} bytes, on the busiest of a layer {busiest:.0%} of all",
+        f"several machines: {BASIS}",
+    ]  # fmt: skip
+
+
+_SPLIT = {False: "experts spread", True: "and --dense-parallel"}
+
+
+def _ranks_row(case: RanksCase) -> tuple[str, ...]:
+    name = case.machine if not case.dense_parallel else ""
+    if case.ranks is None:
+        needed = f"will not fit: needs {format_size(case.smallest)}"
+        return name, _SPLIT[case.dense_parallel], case.format, needed, "", "", "", "", ""
+    first, other = case.ranks
+    speed, prompt, read = case.tokens_per_second, case.prompt_seconds, case.bytes_per_token
+    return (
+        name, _SPLIT[case.dense_parallel], case.format, f"{format_size(first.dense)}, {format_size(other.dense)}",
+        f"{first.slots:.1f}, {other.slots:.1f}", f"{first.hits.low:.0%} to {other.hits.high:.0%}",
+        f"{format_size(int(read.low))} to {format_size(int(read.high))}", f"{speed.low:.3g} to {speed.high:.3g}",
+        f"{_time(prompt.low)} to {_time(prompt.high)}",
+    )  # fmt: skip
 
 
 def _table(cases: Sequence[tuple[str, Case]]) -> list[str]:

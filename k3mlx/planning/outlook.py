@@ -99,7 +99,7 @@ def look(model: str | None, context: int, memory: int | None, rate: float | None
         session=ledger.session(config, context),
         state=next(iter(needs.values())).state,
         here=_here(source, context, memory, rate),
-        macs=tuple(_mac(source, needs, mac, rate is not None) for mac in _asked(memory, rate) + MACS),
+        macs=tuple(_mac(source, needs, mac, rate is not None) for mac in macs_for(memory, rate)),
         basis={
             "found in memory": hits.BASIS,
             "Macs": f"{machines.BASIS}; {speed.MAC.basis}; the disk gives {speed.DISK_SHARE[0]:.0%} to 100% of its"
@@ -135,11 +135,11 @@ def _here(source: Source, context: int, memory: int | None, rate: float | None) 
     return Place(name, rate or ASSUMED_RATE, rate is not None, found.basis, cases)
 
 
-def _asked(memory: int | None, rate: float | None) -> tuple[Mac, ...]:
-    """The Mac that the flags describe, if they do."""
+def macs_for(memory: int | None, rate: float | None) -> tuple[Mac, ...]:
+    """Common Macs, before them the one that memory and rate describe, if both are given."""
     if memory is None or rate is None:
-        return ()
-    return (Mac("as asked", memory, rate, exactly=True),)
+        return MACS
+    return (Mac("as asked", memory, rate, exactly=True), *MACS)
 
 
 def _mac(source: Source, needs: dict[str, Needs], mac: Mac, given: bool) -> Place:

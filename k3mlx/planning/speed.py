@@ -44,9 +44,12 @@ MAC = Host(
 )
 
 
-def decode(config: ModelConfig, hits: Range, dense_read: int, rate: float, host: Host) -> Range:
-    """Tokens a second. dense_read: bytes of dense weights that each pass reads; rate: bytes a second."""
-    experts = token_bytes(config)
+def decode(
+    config: ModelConfig, hits: Range, dense_read: int, rate: float, host: Host, share: float = 1
+) -> Range:
+    """Tokens a second. dense_read: bytes of dense weights that each pass reads; rate: bytes a second; share: of a
+    token's experts that this machine computes."""
+    experts = token_bytes(config) * share
 
     def seconds(hit: float, share: float, other: float) -> float:
         return (experts * (1 - hit) + dense_read) / (rate * share) + other
@@ -56,12 +59,17 @@ def decode(config: ModelConfig, hits: Range, dense_read: int, rate: float, host:
     return Range(1 / min(slow, WIDEST * fast), 1 / fast)
 
 
-def prompt(config: ModelConfig, tokens: int, chunk: int, dense_read: int, rate: float, host: Host) -> Range:
-    """Seconds until a prompt of `tokens` has been read, `chunk` at a time, each expert once a pass and layer."""
+def prompt(
+    config: ModelConfig, tokens: int, chunk: int, dense_read: int, rate: float, host: Host, share: float = 1
+) -> Range:
+    """Seconds until a prompt of `tokens` has been read, `chunk` at a time, each expert once a pass and layer.
+
+    share: of a layer's experts that this machine reads.
+    """
     passes = [chunk] * (tokens // chunk) + ([tokens % chunk] if tokens % chunk else [])
     moe = sum(map(config.is_moe, range(config.num_hidden_layers)))
     touched = sum(distinct(config, size) for size in passes)
-    nbytes = moe * touched * expert_bytes(config) + len(passes) * dense_read
+    nbytes = share * moe * touched * expert_bytes(config) + len(passes) * dense_read
     return Range(
         nbytes / (rate * DISK_SHARE[1]) + tokens * host.arithmetic.low,
         nbytes / (rate * DISK_SHARE[0]) + tokens * host.arithmetic.high,

@@ -72,11 +72,28 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
         (("--disk-gbps", "-3"), "--disk-gbps is -3.0"),
         (("--disk-gbps", "nan"), "--disk-gbps is nan"),
         (("--json", "/no/such/folder/x.json"), "cannot be written"),
+        (("--ranks", "1"), "--ranks is 1, expected 2 to 64"),
+        (("--ranks", "2", "--link-gbps", "0"), "--link-gbps is 0.0"),
+        (("--ranks", "2", "--link-latency-us", "-1"), "--link-latency-us is -1.0"),
     ],
 )
 def test_usage(capsys: pytest.CaptureFixture[str], arguments: tuple[str, str], expected: str) -> None:
     assert main(["plan", *arguments]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_several_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--memory", "64GB", "--disk-gbps", "5", "--ranks", "2", "4", "--link-gbps", "4")
+    code, found, text = planned(capsys, *arguments)
+    assert code == 0
+    assert [each["ranks"] for each in found["several_machines"]] == [2, 4]
+    for each in found["several_machines"]:
+        assert each["link_bytes_per_second"] == 4e9
+        assert [case["machine"] for case in each["cases"][:2]] == ["a Mac that gives 64 GB"] * 2
+        assert len(each["cases"]) == 2 * (1 + len(MACS))
+    assert "2 machines together (estimates), the link 4 GB/s and 100 us a message:" in text
+    assert "28,800" in text
+    assert planned(capsys)[1]["several_machines"] == []
 
 
 def test_a_folder(capsys: pytest.CaptureFixture[str], model: Path) -> None:
