@@ -1,4 +1,5 @@
-"""The engine on a GPU of MLX, dense parts there and experts on CPU streams or on it too; kernels on and off.
+"""The engine on a GPU of MLX, dense parts there, experts by the C kernels, on CPU streams or on it too; kernels on and
+off.
 
 Skipped, saying so, where mlx has no GPU. `K3MLX_TEST_GPU=1` makes that a failure: the command for a machine with one is
 `K3MLX_TEST_GPU=1 python -m pytest tests/model/test_gpu.py`.
@@ -22,7 +23,11 @@ from tests.paths import ROOT, needs_golden
 from tests.tiny import random_config, write_random_model
 
 __all__ = ["golden_folder"]  # a fixture, used by name
-EXPERTS = pytest.mark.parametrize("experts_device", ["cpu", "gpu"])
+EXPERTS = pytest.mark.parametrize(
+    "experts",
+    [{"experts_kernel": "native"}, {"experts_kernel": "stream"}, {"experts_device": "gpu"}],
+    ids=["native", "stream", "gpu"],
+)
 SEEDS = range(6)
 
 
@@ -45,12 +50,12 @@ def switch_off_kernels(engine):
 
 @needs_golden
 @EXPERTS
-def test_golden_logits_and_states(golden_folder, experts_device):
+def test_golden_logits_and_states(golden_folder, experts):
     captured = np.load(GOLDEN_RUN / "captures.npz")["logits"].ravel()
     with (
         k3mlx.load(golden_folder, backend="numpy", dtype="float64") as reference,
         k3mlx.load(golden_folder, backend="numpy", dtype="float32") as narrow,
-        on_gpu(golden_folder, dtype="float32", experts_device=experts_device) as engine,
+        on_gpu(golden_folder, dtype="float32", **experts) as engine,
     ):
         sessions = [each.session() for each in (engine, narrow, reference)]
         for session in sessions:
@@ -64,15 +69,13 @@ def test_golden_logits_and_states(golden_folder, experts_device):
 
 @EXPERTS
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_models(tmp_path, seed, experts_device):
+def test_random_models(tmp_path, seed, experts):
     rng = np.random.default_rng(1000 + seed)
-    experts = "mxfp4" if seed % 2 else "plain"
-    folder = write_random_model(
-        tmp_path, random_config(rng, experts=experts), rng, experts=experts, dtype="F32"
-    )
+    form = "mxfp4" if seed % 2 else "plain"
+    folder = write_random_model(tmp_path, random_config(rng, experts=form), rng, experts=form, dtype="F32")
     with (
         k3mlx.load(folder, backend="numpy", dtype="float64") as reference,
-        on_gpu(folder, dtype="float32", experts_device=experts_device) as engine,
+        on_gpu(folder, dtype="float32", **experts) as engine,
     ):
         ids = rng.integers(0, engine.config.vocab_size, 80).tolist()
         oracle, session = reference.session(), engine.session()
@@ -92,8 +95,8 @@ def answers_of_numpy():
 @EXPERTS
 @pytest.mark.parametrize("kernels", ["on", "off"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_conversations_are_those_of_numpy(answers_of_numpy, experts_device, kernels, dtype):
-    with on_gpu(dtype=dtype, experts_device=experts_device) as engine:
+def test_conversations_are_those_of_numpy(answers_of_numpy, experts, kernels, dtype):
+    with on_gpu(dtype=dtype, **experts) as engine:
         if kernels == "off":
             switch_off_kernels(engine)
         assert greedy_answers(engine) == answers_of_numpy
