@@ -77,6 +77,7 @@ def test_a_part_counts_and_stays_on_its_drive(drives: list[Folder]) -> None:
         survey([file], drives, free=lambda path: 39)
 
 
+@pytest.mark.slow
 @needs_data
 def test_the_released_index_needs_94_of_its_96_shards(tmp_path: Path) -> None:
     packed = DATA / "model.safetensors.index.json.gz"
