@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 from k3mlx.errors import ResourceError
 
+from .entry import READING, READY
 from .reads import DEMAND
 
 if TYPE_CHECKING:
-    from .store import Entry, ExpertStore, Held
+    from .entry import Entry, Held
+    from .store import ExpertStore
 
 
 class Request:
@@ -40,7 +42,7 @@ class Request:
                     self._pending.append(position)
                 else:
                     self._take(position, entry)
-            store.settle(layer)
+            store.ahead.settle(layer)
             if store.options.pipe:
                 self._pump()
 
@@ -64,7 +66,7 @@ class Request:
             )
         while self._left:
             self._release(keep)
-            yield [entry.held() for entry in self._next(at_most, whole)]
+            yield [entry.held for entry in self._next(at_most, whole)]
         self._release(0)
 
     def close(self) -> None:
@@ -133,11 +135,11 @@ class Request:
             entry = self._entries.get(position)
             if entry is not None and entry.error is not None:
                 raise entry.error
-            if entry is not None and entry.state == "ready":
+            if entry is not None and entry.state == READY:
                 found.append(position)
             elif self._in_order:
                 break
-        if not self._store.options.pipe and any(e.state == "reading" for e in self._entries.values()):
+        if not self._store.options.pipe and any(e.state == READING for e in self._entries.values()):
             return []
         if whole and len(found) < min(at_most, len(self._left)):
             return []
@@ -148,7 +150,7 @@ class Request:
         later = [
             position
             for position, entry in self._entries.items()
-            if entry.state == "ready" and entry.wanted == 1 and not entry.holds
+            if entry.state == READY and entry.wanted == 1 and not entry.holds
         ]
         first = self._pending[0] if self._pending else None
         if first is None or not later or max(later) < first:

@@ -1,8 +1,8 @@
 """Routed experts on demand: a cache of slots within a budget, filled by reading threads.
 
 Bytes are kept as stored, so nothing here can change a result. Owns which slot holds which expert and
-who uses it; policies, files and threads are in their own modules. Knows nothing of routing, and computes
-nothing. One thread asks, any number read.
+who uses it; policies, files, threads and what is read ahead are in their own modules. Knows nothing of
+routing, and computes nothing. One thread asks, any number read.
 """
 
 from __future__ import annotations
@@ -12,59 +12,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from k3mlx.checkpoint.snapshot import Checkpoint
-from k3mlx.errors import ModelFilesError, ResourceError
+from k3mlx.errors import ResourceError
 
+from .entry import FAILED, READY, Entry, Held
 from .files import ExpertFiles, ReadGivenUp, direct_supported, find_copies
-from .layout import ExpertLayout, Placement
+from .filling import fill
+from .layout import ExpertLayout
 from .lookahead import Lookahead
 from .options import StreamOptions
 from .policies import Key, make_policy
 from .probe import DirectChoice, choose_direct
-from .reads import DEMAND, LOOKAHEAD, WARM, Job, ReadPool
+from .reads import DEMAND, WARM, Job, ReadPool
 from .request import Request
-from .slots import ALIGN, NumpySlots, SlotMemory, SlotProvider
+from .slots import NumpySlots, SlotMemory, SlotProvider
+from .speculation import Speculation
 from .trace import TraceWriter
 from .warm import load_residency, residency_path, save_residency
 
 WARM_MIN_BYTES = 1 << 30  # of experts in a model; a smaller one is read in no time
-READING, READY, FAILED = "reading", "ready", "failed"
-
-
-class Held(NamedTuple):
-    """An expert whose slot is in use: `parts` are views of it, as stored, by name ("w1.weight_packed").
-
-    `placement.parts[name].start` is where a part starts in `memory.bytes` (for a provider's own arrays).
-    """
-
-    expert: int
-    parts: dict[str, NDArray]
-    memory: SlotMemory
-    placement: Placement
-
-
-class Entry:
-    """One slot that holds an expert or is being filled with it. Guarded by the store's lock."""
-
-    def __init__(self, key: Key, memory: SlotMemory, placement: Placement, urgency: int) -> None:
-        self.key = key
-        self.memory = memory
-        self.placement = placement
-        self.state = READING
-        self.wanted = 0  # requests that still have to hand it out
-        self.holds = 0  # requests that have handed it out and not taken it back
-        self.speculative = urgency == LOOKAHEAD  # read ahead and not used yet
-        self.job: Job | None = None
-        self.error: Exception | None = None
-
-    def held(self) -> Held:
-        memory = self.memory
-        return Held(self.key[1], self.placement.views(memory.bytes), memory, self.placement)
 
 
 @dataclass
@@ -110,10 +81,11 @@ class ExpertStore:
         self.files = ExpertFiles(stamps, self._choose_direct(checkpoint), copies)
         self.pool = ReadPool(self.options.io_threads)
         self._provider = slots or NumpySlots()
-        self._policy = make_policy(self.options.policy, max(1, self.capacity))
-        self._entries: dict[Key, Entry] = {}
+        self.policy = make_policy(self.options.policy, max(1, self.capacity))
+        self.entries: dict[Key, Entry] = {}
         self._free: list[SlotMemory] = []
         self._allocated = 0
+        self.ahead = Speculation(self)
         self._closed = False
         self.reading = 0  # entries being filled, for anyone
         self._reading_since = 0.0
@@ -182,22 +154,10 @@ class ExpertStore:
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
         """Read experts that may be needed soon, most likely first, when no demand waits for the disk.
 
-        Takes slots only from experts that no request needs; ends at `settle` of that layer.
+        Takes slots only from experts that no request needs; ends when that layer's request has begun.
         """
         with self.lock:
-            for rank, expert in enumerate(experts):
-                key = layer, int(expert)
-                if key in self._entries:
-                    continue
-                if self.admit(key, LOOKAHEAD, rank) is None:
-                    return
-
-    def settle(self, layer: int) -> None:
-        """Give up what was read ahead for a layer and turned out not to be needed (its request has begun)."""
-        with self.lock:
-            for key, entry in list(self._entries.items()):
-                if key[0] == layer and entry.speculative and not entry.wanted:
-                    self._abandon(entry)
+            self.ahead.begin(layer, experts)
 
     def warm(self, keys: Iterable[Key]) -> None:
         """Read these experts, the most valuable first, into slots that are empty, while there are any."""
@@ -216,14 +176,14 @@ class ExpertStore:
     def drop_all(self) -> None:
         """Forget every expert that nobody uses; its slot stays for others."""
         with self.lock:
-            for entry in list(self._entries.values()):
+            for entry in list(self.entries.values()):
                 if entry.state == READY and not (entry.wanted or entry.holds):
-                    self._evict(entry)
+                    self.evict(entry)
 
     def residents(self) -> list[Key]:
         """The experts in memory, the most valuable first."""
         with self.lock:
-            return [key for key in self._policy.residents() if self._entries[key].state == READY]
+            return [key for key in self.policy.residents() if self.entries[key].state == READY]
 
     def report(self) -> dict[str, Any]:
         """The `experts` part of a run's report."""
@@ -236,7 +196,7 @@ class ExpertStore:
             "io_threads": self.options.io_threads,
             "pipe": self.options.pipe,
             "cache_bytes": self.budget,
-            "resident_bytes": len(self._entries) * self.payload,
+            "resident_bytes": len(self.entries) * self.payload,
         }
 
     def close(self) -> None:
@@ -248,28 +208,27 @@ class ExpertStore:
         if self._trace is not None:
             self._trace.close()
         with self.lock:
-            for entry in self._entries.values():
+            for entry in self.entries.values():
                 self._provider.release(entry.memory)
             for memory in self._free:
                 self._provider.release(memory)
-            self._entries.clear()
+            self.entries.clear()
             self._free.clear()
             self._allocated = 0
         self.files.close()
 
-    # What follows is for Request, under `lock`.
+    # What follows is for Request and Speculation, under `lock`.
 
     def find(self, key: Key) -> Entry | None:
         """The entry of an expert that is in memory or on its way; a use, for the policy and the counters."""
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is None:
             self.counters.misses += 1
             return None
         self.counters.hits += 1
-        self._policy.touch(key)
+        self.policy.touch(key)
         if entry.speculative:
-            entry.speculative = False
-            self.counters.prefetch_useful_bytes += self.payload
+            self.ahead.came_true(entry)
         if entry.job is not None:
             self.pool.hurry(entry.job)
         return entry
@@ -279,8 +238,8 @@ class ExpertStore:
         memory = self._take_slot(urgency)
         if memory is None:
             return None
-        entry = self._entries[key] = Entry(key, memory, self.layout.place(*key), urgency)
-        self._policy.insert(key)
+        entry = self.entries[key] = Entry(key, memory, self.layout.place(*key), urgency)
+        self.policy.insert(key)
         if not self.reading:
             self._reading_since = perf_counter()
         self.reading += 1
@@ -291,16 +250,27 @@ class ExpertStore:
     def steal(self, entry: Entry) -> None:
         """Drop a resident expert although a request wants it: it will be read again in its turn."""
         entry.wanted -= 1
-        self._evict(entry)
+        self.evict(entry)
+
+    def evict(self, entry: Entry) -> None:
+        """Free the slot of an expert that is in memory."""
+        self._remove(entry)
+        self.counters.evictions += 1
+
+    def drop_unread(self, entry: Entry) -> None:
+        """Free the slot of an entry whose read was cancelled before it began."""
+        self._read_ended()
+        entry.speculative = False
+        self._remove(entry)
 
     def trim(self) -> None:
         """Give back slots beyond the capacity, as far as they are idle."""
         while self._allocated > self.capacity:
             if not self._free:
-                victim = self._policy.victim(self._evictable)
+                victim = self.policy.victim(self._evictable)
                 if victim is None:
                     return
-                self._evict(self._entries[victim])
+                self.evict(self.entries[victim])
             self._provider.release(self._free.pop())
             self._allocated -= 1
 
@@ -308,7 +278,7 @@ class ExpertStore:
         """Keep a few reads of the warm start going while there are empty slots."""
         while self._warm and self.reading < 2 * self.pool.threads and self._has_empty_slot():
             key = self._warm.pop()
-            if key not in self._entries:
+            if key not in self.entries:
                 self.admit(key, WARM)
 
     def _slots_in(self, budget: int | None) -> int:
@@ -352,60 +322,31 @@ class ExpertStore:
             else:
                 self._allocated += 1
                 return memory
-        victim = None if urgency == WARM else self._policy.victim(self._evictable)
+        victim = None if urgency == WARM else self.policy.victim(self._evictable)
         if victim is not None:
-            self._evict(self._entries[victim])
+            self.evict(self.entries[victim])
         elif urgency == DEMAND:
-            self._give_up_guesses()
+            self.ahead.give_up_one()
         return self._free.pop() if self._free else None
 
-    def _give_up_guesses(self) -> None:
-        """Free a slot that was taken in advance, by the lookahead or the warm start, for a demand."""
-        for entry in self._entries.values():
-            if entry.wanted or entry.holds:
-                continue
-            if entry.state == READY:  # read ahead, else it would have been a victim
-                self._evict(entry)
-                return
-            if entry.job is not None and self.pool.cancel(entry.job):
-                self._drop_unread(entry)
-                return
-
     def _evictable(self, key: Key) -> bool:
-        entry = self._entries[key]
+        entry = self.entries[key]
         return entry.state == READY and not (entry.wanted or entry.holds or entry.speculative)
 
-    def _evict(self, entry: Entry) -> None:
-        self._remove(entry)
-        self.counters.evictions += 1
-
     def _remove(self, entry: Entry) -> None:
-        del self._entries[entry.key]
-        self._policy.remove(entry.key)
+        del self.entries[entry.key]
+        self.policy.remove(entry.key)
         self._free.append(entry.memory)
         if entry.speculative:
             self.counters.prefetch_wasted_bytes += self.payload
-
-    def _drop_unread(self, entry: Entry) -> None:
-        """Free the slot of an entry whose read was cancelled before it began."""
-        self._read_ended()
-        entry.speculative = False
-        self._remove(entry)
 
     def _read_ended(self) -> None:
         self.reading -= 1
         if not self.reading:
             self.counters.read_seconds += perf_counter() - self._reading_since
 
-    def _abandon(self, entry: Entry) -> None:
-        """Let go of an expert that was read ahead in vain, whatever the state of its read."""
-        if entry.state == READING and entry.job is not None:
-            if self.pool.cancel(entry.job):
-                self._drop_unread(entry)
-            return  # a read that runs ends soon and is taken out by _fill
-        self.counters.prefetch_wasted_bytes += self.payload
-        entry.speculative = False
-        self._policy.demote(entry.key)
+    def _count_retry(self) -> None:
+        self.counters.retries += 1
 
     def _fill(self, entry: Entry, job: Job) -> None:
         """Read one expert into its slot, in a reading thread."""
@@ -415,7 +356,7 @@ class ExpertStore:
 
         error: Exception | None = None
         try:
-            self._read(entry, None if job.urgency == DEMAND else give_up)
+            fill(self.files, entry, None if job.urgency == DEMAND else give_up, self._count_retry)
         except Exception as caught:  # handed to the thread that asks
             error = caught
         with self.lock:
@@ -430,28 +371,10 @@ class ExpertStore:
                 if job.urgency == WARM:
                     self.counters.warm_bytes += self.payload
                 if job.cancelled and entry.speculative and not entry.wanted:
-                    self._abandon(entry)
+                    self.ahead.abandon(entry)
             else:
                 entry.state, entry.error = FAILED, error
                 self._remove(entry)
                 if isinstance(error, ReadGivenUp) and job.urgency == WARM:
                     self._warm.append(entry.key)
             self.lock.notify_all()
-
-    def _read(self, entry: Entry, give_up: Any) -> None:
-        try:
-            self._read_pieces(entry, give_up)
-        except ModelFilesError:
-            self.counters.retries += 1
-            for piece in entry.placement.pieces:
-                self.files.reopen(piece.path)
-            try:
-                self._read_pieces(entry, give_up)
-            except ModelFilesError as error:
-                layer, expert = entry.key
-                raise ModelFilesError(f"{error} (layer {layer}, expert {expert}, tried twice)") from None
-
-    def _read_pieces(self, entry: Entry, give_up: Any) -> None:
-        for piece in entry.placement.pieces:
-            window: NDArray[np.uint8] = entry.memory.bytes[piece.start - piece.offset % ALIGN :]
-            self.files.read(piece.path, piece.offset, piece.nbytes, window, give_up)

@@ -155,7 +155,7 @@ def test_a_disk_whose_reads_take_two_seconds(packed_folder, expected, monkeypatc
         np.testing.assert_array_equal(session.feed(PROMPT), expected[0])
         report = engine.report()
         assert report["experts"]["wait_seconds"] > 1.5
-        assert report["experts"]["read_seconds"] >= report["experts"]["wait_seconds"]
+        assert report["experts"]["read_seconds"] > 1.5
         assert report["seconds"]["expert_wait"] == report["experts"]["wait_seconds"]
 
 
@@ -259,7 +259,7 @@ def test_memory_squeezed_in_mid_run(packed_folder, expected):
         after = engine.report()
         assert after["experts"]["cache_bytes"] < before["cache_bytes"]
         assert after["memory"]["shrinks"] == 1
-        assert len(store._entries) <= store.capacity
+        assert len(store.entries) <= store.capacity
         level[0] = 0
         now[0] = 2e9
         session.feed([4])

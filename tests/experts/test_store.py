@@ -53,7 +53,7 @@ def test_every_request_gets_the_bytes_on_disk(streaming_folder, policy, direct, 
                     for held in group:
                         assert_holds(held, checkpoint, layer)
                     got += [held.expert for held in group]
-                    assert len(store._entries) <= capacity
+                    assert len(store.entries) <= capacity
             assert sorted(got) == sorted(experts)
             assert not in_order or got == experts
             assert len({(layer, e) for e in experts} & before) <= len(experts)
@@ -289,7 +289,7 @@ def test_a_request_left_half_way_leaves_the_store_usable(checkpoint, monkeypatch
             generator.close()
         for held in store.fetch(3, range(9)):
             assert_holds(held, checkpoint, 3)
-        assert not any(entry.wanted or entry.holds for entry in store._entries.values())
+        assert not any(entry.wanted or entry.holds for entry in store.entries.values())
         store.close()
 
 
@@ -324,7 +324,7 @@ def test_a_prefetch_takes_no_slot_that_a_request_needs(checkpoint):
     store = ExpertStore(checkpoint, slots(checkpoint, 3), options())
     with store.request(1, [0, 1, 2]) as request:
         store.prefetch(2, [0, 1, 2])
-        assert [key for key in store._entries if key[0] == 2] == []
+        assert [key for key in store.entries if key[0] == 2] == []
         assert [held.expert for group in request.groups() for held in group] == [0, 1, 2]
     store.close()
 
