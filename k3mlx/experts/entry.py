@@ -5,6 +5,7 @@ Knows neither the cache that it is in nor the disk.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 from numpy.typing import NDArray
@@ -43,7 +44,7 @@ class Entry:
         self.job: Job | None = None
         self.error: Exception | None = None
 
-    @property
+    @cached_property
     def held(self) -> Held:
         """What is handed out, made at the first use: an expert that stays is used many times."""
         memory = self.memory
