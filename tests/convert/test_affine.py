@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3mlx.checkpoint.writer import to_bf16
+from k3mlx.convert import affine
 from k3mlx.convert.affine import LARGEST, quantize
 
 SHAPES = [(1, 64), (7, 192), (33, 320)]
@@ -58,6 +59,36 @@ def test_error_is_below_that_of_mlx_quantize(bits, kind):
     ours = float(np.square(decoded(found, bits, 64) - w, dtype=np.float64).sum())
     assert ours < (0.9 if bits == 4 else 1.0) * np.square(theirs - w, dtype=np.float64).sum()
     assert found.squared_error == pytest.approx(ours, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy"])
+def test_narrower_ranges_are_worth_their_trial(kind, monkeypatch):
+    w = weights((64, 1024), kind=kind)
+    found = quantize(w, 4, 64).squared_error
+    monkeypatch.setattr(affine, "SHRINKS", {4: (1.0,)})
+    assert found < 0.99 * quantize(w, 4, 64).squared_error
+
+
+def test_the_lower_half_of_a_group_is_within_half_a_step():
+    """The bias is rounded away from the lowest weight, on both sides of zero; the scale may fall short at the top."""
+    rng = np.random.default_rng(3)
+    w = (rng.standard_normal((40, 64)) + rng.uniform(-9, 9, (40, 1))).astype(np.float32)
+    found = quantize(w, 8, 64)
+    lower = w <= (w.min(axis=1, keepdims=True) + w.max(axis=1, keepdims=True)) / 2
+    steps = np.abs(decoded(found, 8, 64) - w) / bf16(found.scales)
+    assert lower.any(axis=1).all()
+    assert steps[lower].max() <= 0.501
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_group_without_a_range_to_speak_of_spoils_nothing(bits):
+    w = np.concatenate([np.arange(64) * 1e-41, weights((1, 64))[0]])[None].astype(np.float32)
+    with np.errstate(over="raise", invalid="raise", divide="raise"):
+        found = quantize(w, bits, 64)
+    assert found.scales[0, 0] == 0
+    np.testing.assert_allclose(decoded(found, bits, 64)[0, :64], 0, atol=1e-38)
+    alone = quantize(w[:, 64:], bits, 64)
+    assert found.squared_error == pytest.approx(alone.squared_error, rel=1e-6)
 
 
 def test_codes_do_not_depend_on_how_rows_are_cut():

@@ -37,10 +37,10 @@ def test_a_part_with_wrong_bytes_is_found_at_the_end(server: HubServer, request_
 
 @pytest.mark.parametrize("where", [SHARD, INFO])
 def test_too_many_requests_waits_as_long_as_asked(server: HubServer, request_: Request, where: str) -> None:
-    server.faults[where].append(Status(429, (("Retry-After", "1"),)))
+    server.faults[where].append(Status(429, (("Retry-After", "0.2"),)))
     _, notes = run(request_)
     check_files(server, request_.local_dir, VISION)
-    assert "the server answers 429; next attempt in 1 s" in notes
+    assert "the server answers 429; next attempt in 0.2 s" in notes
 
 
 @pytest.mark.parametrize("where", [SHARD, INFO])
