@@ -20,6 +20,7 @@ import pytest
 from k3mlx.checkpoint.manifest import read_manifest
 from k3mlx.checkpoint.overlay import open_overlay
 from k3mlx.checkpoint.snapshot import Checkpoint
+from k3mlx.checkpoint.writer import replacing
 from k3mlx.convert import dense, files, folders
 from k3mlx.errors import K3Error, ModelFilesError, ResourceError, UsageError
 from tests.checkpoint.damage import rewrite
@@ -123,6 +124,21 @@ def in_other_order(tensors):
     items = list(tensors.items())[::-1]
     tensors.clear()
     tensors.update(items)
+
+
+def test_what_a_killed_run_left_half_written_is_removed(source, overlay, tmp_path):
+    """Also where it was killed before it had finished anything, and where nothing else is to be done."""
+    for out in (Path(shutil.copytree(overlay, tmp_path / "finished")), tmp_path / "begun"):
+        out.mkdir(exist_ok=True)
+        with pytest.raises(KeyboardInterrupt), replacing(out / "dense-00001.safetensors") as file:
+            file.write(b"half")
+            file.flush()
+            (left,) = out.glob(".*")
+            shutil.copy(left, tmp_path / "kept")
+            raise KeyboardInterrupt
+        shutil.move(tmp_path / "kept", left)
+        job(source, out).run()
+        assert contents(out) == contents(overlay)
 
 
 def test_folders_that_are_something_else_are_left_alone(source, overlay, tmp_path):
