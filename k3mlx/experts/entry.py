@@ -5,8 +5,8 @@ Knows neither the cache that it is in nor the disk.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from numpy.typing import NDArray
 
@@ -18,10 +18,12 @@ from .slots import SlotMemory
 READING, READY, FAILED = "reading", "ready", "failed"
 
 
-class Held(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Held:
     """An expert whose slot is in use: `parts` are views of it, as stored, by name ("w1.weight_packed").
 
-    `placement.parts[name].start` is where a part starts in `memory.bytes` (for a provider's own arrays).
+    The same object as long as the expert is in memory. `placement.parts[name].start` is where a part starts in
+    `memory.bytes` (for a provider's own arrays).
     """
 
     expert: int

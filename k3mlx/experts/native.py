@@ -7,14 +7,15 @@ Owns how a layer's mixture becomes calls of `experts_mix`. The reads are the sto
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from k3mlx.config import ModelConfig
 from k3mlx.errors import K3Error, ModelFilesError, ResourceError, UsageError
-from k3mlx.kernels.cpu import CpuKernels, Expert, load_cpu_kernels
-from k3mlx.kernels.cpu_matrix import Matrix
+from k3mlx.kernels.cpu import CpuKernels, load_cpu_kernels
+from k3mlx.kernels.cpu_matrix import ExpertRecords, Matrix
 from k3mlx.kernels.cpu_verify import verify
 from k3mlx.reference.ops import Array
 
@@ -38,6 +39,7 @@ class NativeExperts(NumpyExperts):
     ) -> None:
         super().__init__(store, config, np.float32, router)
         self._kernels = kernels
+        self._records: WeakKeyDictionary[Held, ExpertRecords] = WeakKeyDictionary()  # while it is in memory
         self.kernel = kernels.describe()
 
     def _mix(
@@ -56,7 +58,7 @@ class NativeExperts(NumpyExperts):
             factors = [weights[t, s] for t, s in zip(tokens, slots, strict=True)]
             try:
                 self._kernels.experts_mix(
-                    x, [_stored(held) for held in group], tokens, factors, beta, linear_beta,
+                    x, [self._recorded(held) for held in group], tokens, factors, beta, linear_beta,
                     out, rows if apart else None,
                 )  # fmt: skip
             except ModelFilesError as error:
@@ -69,16 +71,21 @@ class NativeExperts(NumpyExperts):
             total += summand
         return total
 
+    def _recorded(self, held: Held) -> ExpertRecords:
+        """What the kernels are told of an expert, made at its first use."""
+        found = self._records.get(held)
+        if found is None:
+            found = self._records[held] = _records(held)
+        return found
 
-def _stored(held: Held) -> Expert:
+
+def _records(held: Held) -> ExpertRecords:
     """An expert's tensors as the kernels take them."""
     parts = held.parts
     if "w1.weight" in parts:
-        w1, w2, w3 = (Matrix.dense(parts[f"{name}.weight"]) for name in ("w1", "w2", "w3"))
-        return w1, w2, w3
-    return tuple(
-        parts[f"{name}.weight_{kind}"] for name in ("w1", "w2", "w3") for kind in ("packed", "scale")
-    )
+        return ExpertRecords.of([Matrix.dense(parts[f"{name}.weight"]) for name in ("w1", "w2", "w3")])
+    kinds = ("packed", "scale")
+    return ExpertRecords.of([parts[f"{name}.weight_{kind}"] for name in ("w1", "w2", "w3") for kind in kinds])
 
 
 def make_experts(

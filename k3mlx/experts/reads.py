@@ -97,6 +97,7 @@ class ReadPool:
             if job is None:
                 return
             job.run(job)
+            del job  # or this thread would keep its slot until the next read
 
     def _next(self) -> Job | None:
         while True:

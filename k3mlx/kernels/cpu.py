@@ -21,14 +21,15 @@ from numpy.typing import NDArray
 from k3mlx.errors import ModelFilesError, ResourceError, UsageError
 
 from . import cpu_build
-from .cpu_matrix import RECORD, Matrix, stack_experts
+from .cpu_matrix import RECORD, ExpertRecords, Matrix, stack_experts
 
 ISA_NAMES = ("avx512", "avx2", "neon", "portable")  # best first
 INNER_BYTES = 32 << 20  # SiTU values of one call of experts_mix; more pairs than fit run in several calls
 _SCALE_NAN = 255
 
 F32 = NDArray[np.float32]
-Expert = tuple[NDArray, ...] | tuple[Matrix, Matrix, Matrix]  # w1, w2, w3 as stored: see `experts_mix`
+# w1, w2, w3 as stored: see `experts_mix`
+Expert = ExpertRecords | tuple[NDArray, ...] | tuple[Matrix, Matrix, Matrix]
 
 
 def default_threads() -> int:
@@ -107,13 +108,13 @@ class CpuKernels:
         """Weighted sum of gated MLPs: out[t] += weight * SiTU(x[t] w1^T, x[t] w3^T) w2^T.
 
         x [T, L] float32. Each expert is its six stored MXFP4 tensors (w1 packed, w1 scale, w2 packed, w2
-        scale, w3 packed, w3 scale; uint8, C-contiguous, any alignment), or three matrices (w1, w2, w3) of
-        any format; all of one call have the same shapes. tokens[i] are the rows of x that expert i works
-        on, weights[i] what each is multiplied by, and rows[i] the rows of `out` it adds to (default: tokens[i]);
-        an expert names a row once. Returns out: new zeros [T, L] float32, or the given array [any, L], which is
-        added to. A row's sum is formed in the order of `experts`, so that calls with consecutive parts of a list
-        give the bits of one call with the whole; experts that come in another order can be given rows of their
-        own, to be summed later. Source: model specification §2.6.
+        scale, w3 packed, w3 scale; uint8, rows contiguous, any alignment), or three matrices (w1, w2, w3) of
+        any format, or `ExpertRecords` of either; all of one call have the same shapes. tokens[i] are the rows
+        of x that expert i works on, weights[i] what each is multiplied by, and rows[i] the rows of `out` it adds
+        to (default: tokens[i]); an expert names a row once. Returns out: new zeros [T, L] float32, or the given
+        array [any, L], which is added to. A row's sum is formed in the order of `experts`, so that calls with
+        consecutive parts of a list give the bits of one call with the whole; experts that come in another order
+        can be given rows of their own, to be summed later. Source: model specification §2.6.
 
         Raises UsageError for arguments that do not fit and ModelFilesError for a scale byte 255.
         """
@@ -129,7 +130,8 @@ class CpuKernels:
             raise UsageError(f"experts, tokens, weights and rows number {lengths}; expected as many of each")
         if not experts:
             return out
-        records = stack_experts(experts, x.shape[1])  # [experts, 3]
+        described = [e if isinstance(e, ExpertRecords) else ExpertRecords.of(e) for e in experts]
+        records = stack_experts(described, x.shape[1])  # [experts, 3]
         start = np.zeros(len(tokens) + 1, np.int64)
         np.cumsum([len(t) for t in tokens], out=start[1:])
         if start[-1] == 0:
@@ -151,7 +153,7 @@ class CpuKernels:
                 )
             )
         if not np.isfinite(out).all():
-            _refuse_damaged_experts(experts)
+            _refuse_damaged_experts(described)
         return out
 
     def situ_mlp(
@@ -231,15 +233,13 @@ def _succeeded(status: int) -> None:
         raise MemoryError("no memory for the working buffers of the CPU kernels")
 
 
-def _refuse_damaged_experts(experts: Sequence[Any]) -> None:
+def _refuse_damaged_experts(experts: Sequence[ExpertRecords]) -> None:
     scales, names = [], []
     for number, expert in enumerate(experts):
-        for part, name in enumerate(("w1", "w2", "w3")):
-            matrix = expert[part]
-            if isinstance(matrix, Matrix) and not matrix.is_mxfp4:
-                continue
-            scales.append(matrix.arrays[1] if isinstance(matrix, Matrix) else expert[2 * part + 1])
-            names.append(f"{name} scale of expert {number} of the call")
+        for name, matrix in zip(("w1", "w2", "w3"), expert.matrices, strict=True):
+            if matrix.is_mxfp4:
+                scales.append(matrix.arrays[1])
+                names.append(f"{name} scale of expert {number} of the call")
     _refuse_nan_scales(scales, names)
 
 

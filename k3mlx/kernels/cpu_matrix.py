@@ -100,50 +100,40 @@ class Matrix:
         return cls(shape, (weight,), _record(_FLOATS[weight.dtype], shape, weight, None, None, 0, 0))
 
 
-def stack_experts(experts: Sequence[Any], latent: int) -> NDArray:
-    """Records [experts, 3] of w1, w2, w3 for `CpuKernels.experts_mix`, after checking that they fit each other.
+@dataclass(frozen=True, eq=False)
+class ExpertRecords:
+    """An expert's w1 gate [F, L], w2 down [L, F] and w3 up [F, L], checked and described once for many calls."""
 
-    Each expert is six MXFP4 arrays or three matrices; `latent` is the width of their input and output.
+    matrices: tuple[Matrix, Matrix, Matrix]
+    words: NDArray[np.uint64]  # [1, 3, words of a RECORD]
+
+    @classmethod
+    def of(cls, expert: Any) -> ExpertRecords:
+        """From six MXFP4 arrays (packed and scale of each) or three matrices. Raises UsageError for others."""
+        w1, w2, w3 = matrices = _matrices(expert)
+        if w1.shape != w3.shape or w2.shape != w1.shape[::-1]:
+            raise UsageError(f"w1 {w1.shape}, w2 {w2.shape}, w3 {w3.shape}; expected [F, L], [L, F], [F, L]")
+        records = np.concatenate([matrix.record for matrix in matrices])
+        return cls(matrices, records.view(np.uint64).reshape(1, 3, -1))
+
+
+def stack_experts(experts: Sequence[ExpertRecords], latent: int) -> NDArray:
+    """Records [experts, 3] for `CpuKernels.experts_mix`, after checking that they are alike.
+
+    `latent` is the width of their input and output. Raises UsageError.
     """
-    first = _matrices(experts[0])
-    w1, w2, w3 = (matrix.shape for matrix in first)
-    if w1 != w3 or w1[1] != latent or w2 != (latent, w1[0]):
-        raise UsageError(
-            f"w1 {w1}, w2 {w2}, w3 {w3} for inputs of {latent}; expected [F, L], [L, F], [F, L] with L = {latent}"
-        )
-    records = np.empty((len(experts), 3), RECORD)
-    records[0] = [matrix.record[0] for matrix in first]
-    if all(isinstance(part, np.ndarray) for part in experts[0]):
-        words = records.view(np.uint64).reshape(len(experts), 3, -1)
-        words[1:] = words[0]
-        words[:, :, :2] = np.array(_addresses(experts), np.uint64).reshape(
-            len(experts), 3, 2
-        )  # weight, scale
-        return records
-    for number, expert in enumerate(experts):
-        records[number] = [matrix.record[0] for matrix in _matrices(expert)]
-    for field in ("rows", "cols", "format", "group", "scale_type"):
-        if (records[field] != records[field][0]).any():
-            raise UsageError(
-                f"experts of one call differ in {field}; expected the shapes and formats of expert 0"
-            )
-    return records
-
-
-def _addresses(experts: Sequence[tuple[NDArray, ...]]) -> list[int]:
-    """Where the six arrays of each expert start, after checking that they are like those of the first."""
-    shapes = [array.shape for array in experts[0]]
-    addresses: list[int] = []
-    for number, expert in enumerate(experts):
-        for part, (array, shape) in enumerate(zip(expert, shapes, strict=True)):
-            found = array.__array_interface__  # one look at an array: each attribute costs as much
-            if found["shape"] != shape or found["typestr"] != "|u1" or found["strides"] is not None:
+    first = experts[0].matrices[0].shape
+    if first[1] != latent:
+        raise UsageError(f"w1 is {first} for inputs of {latent}; expected [F, L] with L = {latent}")
+    words = np.concatenate([expert.words for expert in experts])
+    records = words.view(RECORD).reshape(len(experts), 3)
+    if (words[:, :, 3:] != words[0, :, 3:]).any():  # all but the addresses
+        for field in ("rows", "cols", "format", "group", "scale_type"):
+            if (records[field] != records[field][0]).any():
                 raise UsageError(
-                    f"part {part} of expert {number} is {array.dtype}{array.shape}; expected contiguous "
-                    f"uint8{shape} as of expert 0"
+                    f"experts of one call differ in {field}; expected the shapes and formats of expert 0"
                 )
-            addresses.append(found["data"][0])
-    return addresses
+    return records
 
 
 def _matrices(expert: Any) -> tuple[Matrix, Matrix, Matrix]:

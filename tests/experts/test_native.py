@@ -62,6 +62,19 @@ def test_same_bits_for_any_cache_policy_threads_and_order(model, monkeypatch):
     np.testing.assert_array_equal(logits(model, experts_kernel="native", expert_cache=0)[0], expected)
 
 
+def test_an_expert_is_described_to_the_kernels_once_while_it_is_in_memory(model, monkeypatch):
+    described = []
+    original = native._records
+    monkeypatch.setattr(native, "_records", lambda held: (described.append(held), original(held))[1])
+    with k3mlx.load(model, backend="numpy", experts_kernel="native", warm_start="off") as engine:
+        session = engine.session()
+        for _ in range(3):
+            session.feed(IDS)
+        misses = engine.report()["experts"]["misses"]
+    assert len(described) == misses > 0
+    assert len(set(map(id, described))) == misses
+
+
 def test_mlx_takes_them_too(model):
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     by_streams, name = logits(model, "mlx", experts_kernel="stream")

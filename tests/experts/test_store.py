@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -317,6 +318,18 @@ def test_prefetched_experts_are_used_or_counted_as_wasted(checkpoint):
     list(store.fetch(3, [0, 1]))  # the eighth slot, then the wasted one goes before anything that was used
     assert (2, 4) not in store.residents()
     assert len(store.residents()) == 8
+    store.close()
+
+
+def test_what_is_handed_out_is_one_object_as_long_as_the_expert_is_in_memory(checkpoint):
+    store = ExpertStore(checkpoint, slots(checkpoint, 3), options())
+    first, again = (next(store.fetch(1, [0])) for _ in range(2))
+    assert again is first
+    gone = weakref.ref(first)
+    del first, again
+    list(store.fetch(2, [0, 1, 2]))
+    assert gone() is None  # nor is its slot kept by it
+    assert_holds(next(store.fetch(1, [0])), checkpoint, 1)
     store.close()
 
 
