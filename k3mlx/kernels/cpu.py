@@ -81,12 +81,12 @@ class CpuKernels:
             out = np.empty(shape, np.float32)
         else:
             _check_out(out, shape)
-        x = np.require(x, np.float32, ["C", "A"])
+        x = _in_order(x)
         tokens = x.size // cols
         if out.size:
             _succeeded(
                 _library().k3_matmul(
-                    *(self._handle, self.threads, matrix.record.ctypes.data),
+                    *(self._handle, self.threads, matrix.address),
                     *(_address(x), cols, tokens, _address(out), rows),
                 )
             )
@@ -140,7 +140,7 @@ class CpuKernels:
         weight = np.concatenate(weights).astype(np.float32, copy=False)
         if [len(w) for w in weights] != [len(t) for t in tokens]:
             raise UsageError("an expert has not as many weights as tokens")
-        x = np.require(x, np.float32, ["C", "A"])
+        x = _in_order(x)
         inner = int(records["cols"][0, 1])
         for first, last, part in _batches(start, max(1, INNER_BYTES // (4 * inner))):
             pairs = slice(int(part[0]), int(part[-1]))
@@ -221,6 +221,12 @@ def _check_out(out: NDArray, shape: tuple[int, ...]) -> None:
         raise UsageError(
             f"out is {out.dtype}{out.shape}; expected writeable, C-contiguous, aligned float32 {shape}"
         )
+
+
+def _in_order(x: F32) -> F32:
+    """x as the kernels read it, itself if it can be."""
+    flags = x.flags
+    return x if flags.c_contiguous and flags.aligned else np.require(x, np.float32, ["C", "A"])
 
 
 def _address(array: NDArray) -> int:

@@ -6,6 +6,7 @@ Lets numpy code run on bf16 or on 4 and 8 bits without widening them to memory. 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ class Linear:
         """Bytes as stored."""
         return self.matrix.nbytes
 
-    @property
+    @cached_property
     def T(self) -> LinearTransposed:
         """What x is multiplied by."""
         return LinearTransposed(self.kernels, self.matrix)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,13 @@ class Matrix:
     arrays: tuple[NDArray, ...]  # what the record points at
     record: NDArray  # [1] RECORD
 
-    @property
+    @cached_property
+    def address(self) -> int:
+        """Where the record is, for a call."""
+        address: int = self.record.ctypes.data
+        return address
+
+    @cached_property
     def is_mxfp4(self) -> bool:
         """Whether the matrix is MXFP4, the one format with a scale that means NaN."""
         return int(self.record["format"][0]) == MXFP4
