@@ -113,7 +113,7 @@ class Job:
         return Manifest(settings, place, tuple(target.path.name for target in (*dense, *experts)), ())
 
     def _begun(self, planned: Manifest) -> Manifest:
-        """The job's manifest with the files that an earlier run has finished."""
+        """The job's manifest with what an earlier run has on record."""
         if not is_overlay(self.out):
             return planned
         earlier = read_manifest(self.out)
@@ -124,7 +124,7 @@ class Job:
                 else (f"with bits {_shown(earlier.settings)}, not {_shown(planned.settings)}")
             )
             raise UsageError(f"{self.out}: was begun {what}; use another folder, or remove this one")
-        return replace(planned, files=tuple(file for file in earlier.files if file.name in planned.names))
+        return replace(planned, files=earlier.files)
 
     def _write(self, targets: Sequence[Target], manifest: Manifest, progress: Progress) -> Manifest:
         records = {file.name: file for file in manifest.files}

@@ -124,10 +124,13 @@ def nano8(tmp_path_factory):
     return out
 
 
-def test_greedy_answers_of_nano_with_8_bits_are_those_of_the_original(nano8):
+@pytest.mark.parametrize("backend", ["numpy", pytest.param("mlx", marks=pytest.mark.slow)])
+def test_greedy_answers_of_nano_with_8_bits_are_those_of_the_original(nano8, backend):
     """Every conversation, in one pass: the original's own answers are the expected ones (tests/test_nano.py)."""
+    if backend == "mlx":
+        pytest.importorskip("mlx.core")
     tokenizer = Tokenizer.load(nano8)
-    with k3mlx.load(nano8, backend="numpy") as engine:
+    with k3mlx.load(nano8, backend=backend, device="cpu", dtype="float32") as engine:
         for prompt in PROMPTS:
             ids = tokenizer.encode_segments(segments(prompt, prompt["messages"], False))
             start = len(tokenizer.encode_segments(segments(prompt, prompt["messages"][:-1], True)))

@@ -5,6 +5,7 @@ Twenty kills of a conversion of any model, such as a slice of real widths:
 """
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -22,8 +23,11 @@ from k3mlx.checkpoint.overlay import open_overlay
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.checkpoint.writer import replacing
 from k3mlx.convert import dense, files, folders
+from k3mlx.convert import job as jobs
+from k3mlx.convert.formats import PARTS, Formats
+from k3mlx.convert.job import Job
 from k3mlx.errors import K3Error, ModelFilesError, ResourceError, UsageError
-from tests.checkpoint.damage import rewrite
+from tests.checkpoint.damage import edit_index, needs_links, rewrite
 
 from .conftest import NANO, contents, job
 
@@ -142,13 +146,56 @@ def test_folders_that_are_something_else_are_left_alone(source, overlay, tmp_pat
     with pytest.raises(UsageError, match="has other files in it; expected a new folder"):
         job(source, tmp_path).run()
     assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]
-    with pytest.raises(UsageError, match="the snapshot itself"):
-        job(source, source).run()
+    for same in (source, source / ".." / source.name):
+        with pytest.raises(UsageError, match="the snapshot itself"):
+            job(source, same).run()
     with pytest.raises(UsageError, match="is an overlay already"):
         job(overlay, tmp_path / "out").run()
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written to"):
         job(source, tmp_path / "file").run()
+
+
+def test_a_conversion_by_mlx_lm_is_no_source(source, tmp_path):
+    folder = Path(shutil.copytree(source, tmp_path / "converted"))
+    edit_index(
+        folder, lambda index: index["weight_map"].update({"model.layers.1.mlp.switch_mlp.x": "x.safetensors"})
+    )
+    with pytest.raises(UsageError, match="is a conversion by mlx-lm; expected a snapshot as released"):
+        job(folder, tmp_path / "out").run()
+    assert not (tmp_path / "out").exists()
+
+
+def test_small_files_beside_the_weights_are_copied(source, tmp_path, monkeypatch):
+    """As they are, but for config.json, which says what most parts have and what each has; large ones are left."""
+    folder = Path(shutil.copytree(source, tmp_path / "source"))
+    files_there = {
+        "tiktoken.model": b"IQ== 0\n",
+        "tokenizer_config.json": b'{"a": \xff}',
+        "LICENSE.txt": b"free",
+    }
+    for name, data in (files_there | {"big.json": b" " * 101, "notes.md": b"no"}).items():
+        (folder / name).write_bytes(data)
+    monkeypatch.setattr(jobs, "COPIED_MAX", 100)
+    bits = dict.fromkeys(PARTS, 8) | {"head": 4, "embed": 16}
+    Job(folder, tmp_path / "out", Formats(bits, 32)).run()
+    names = {path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
+    assert names == {"config.json", "overlay.json", *files_there}
+    for name, data in files_there.items():
+        assert (tmp_path / "out" / name).read_bytes() == data
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.pop("quantization") == {"mode": "affine", "bits": 8, "group_size": 32, "parts": bits}
+    assert config == json.loads((source / "config.json").read_text())
+
+
+@needs_links
+def test_a_link_out_of_the_source_is_not_followed(source, tmp_path):
+    folder = Path(shutil.copytree(source, tmp_path / "source"))
+    (tmp_path / "secret").write_text("{}")
+    (folder / "secret.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(ModelFilesError, match=r"secret.json: links to .*, outside the snapshot"):
+        job(folder, tmp_path / "out").run()
+    assert not (tmp_path / "out" / "secret.json").exists()
 
 
 def test_two_runs_in_one_folder(source, tmp_path):
@@ -193,11 +240,14 @@ def test_nothing_is_written_to_the_source(source, tmp_path):
     assert source.stat().st_mtime_ns == folder
 
 
-@pytest.mark.parametrize("own_folder", [False, True])
+@pytest.mark.parametrize("own_folder", [False, True, "by another way"])
 def test_repacked_experts(source, overlay, tmp_path, own_folder):
     """An expert is one read at a whole block; with them the overlay needs the source no more."""
     out = tmp_path / "out"
-    to = out if own_folder else tmp_path / "experts"
+    to = out if own_folder is True else tmp_path / "experts"
+    if own_folder == "by another way":
+        out.mkdir()
+        to = out / ".." / "out"
     folder = Path(shutil.copytree(source, tmp_path / "source"))
     job(folder, out, experts_to=to).run()
     shutil.rmtree(folder)
@@ -206,7 +256,7 @@ def test_repacked_experts(source, overlay, tmp_path, own_folder):
         for layer in range(1, 4):
             for expert in range(ours.config.num_experts):
                 (span,) = ours.expert_spans(layer, expert)
-                assert span.path == to / f"experts-{layer:05d}.safetensors"
+                assert span.path.resolve() == to.resolve() / f"experts-{layer:05d}.safetensors"
                 assert (span.offset - 4096) % span.nbytes == 0
                 there = ours.load_expert(layer, expert)
                 for mine, other in zip(there, theirs.load_expert(layer, expert), strict=True):
