@@ -18,6 +18,7 @@ from k3mlx.errors import ResourceError, UsageError
 from k3mlx.governor import plan_memory
 from k3mlx.needs import default_needs
 from k3mlx.tokenizer import Tokenizer
+from k3mlx.validate.agreement import kl_divergence
 
 LOGITS_MAX = 512 << 20  # bytes of logits kept at once; the text is cut to that
 
@@ -65,19 +66,13 @@ def compare(original: Path, overlay: Path, text: str) -> Agreement:
     ids = ids[: min(config.max_position_embeddings, LOGITS_MAX // (4 * config.vocab_size))]
     if len(ids) < 2:
         raise UsageError("the text has fewer than two tokens; give a longer one")
-    return _agreement(_log_probabilities(original, ids), _log_probabilities(overlay, ids))
+    p, q = _logits(original, ids), _logits(overlay, ids)
+    divergence = [kl_divergence(a, b) for a, b in zip(p, q, strict=True)]  # a row at a time, in float64
+    same = p.argmax(axis=-1) == q.argmax(axis=-1)
+    return Agreement(len(p), float(np.mean(divergence)), float(np.max(divergence)), float(same.mean()))
 
 
-def _log_probabilities(folder: Path, ids: list[int]) -> NDArray[np.float32]:
+def _logits(folder: Path, ids: list[int]) -> NDArray[np.float32]:
     """After each id [T, V]."""
     with k3mlx.load(folder, backend="numpy", dtype="float32") as engine:
-        logits = engine.session().feed(ids, all_logits=True)
-    logits -= logits.max(axis=-1, keepdims=True)
-    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    return logits
-
-
-def _agreement(p: NDArray[np.float32], q: NDArray[np.float32]) -> Agreement:
-    divergence = np.array([np.exp(a) @ (a - b) for a, b in zip(p.astype(np.float64), q, strict=True)])
-    same = p.argmax(axis=-1) == q.argmax(axis=-1)
-    return Agreement(len(p), float(divergence.mean()), float(divergence.max()), float(same.mean()))
+        return engine.session().feed(ids, all_logits=True)

@@ -9,6 +9,7 @@ import pytest
 import k3mlx
 from k3mlx.backend import make_backend
 from k3mlx.checkpoint.mlx_lm import open_checkpoint
+from k3mlx.convert import agreement
 from k3mlx.convert.agreement import compare
 from k3mlx.devices import choose
 from k3mlx.errors import UsageError
@@ -147,3 +148,14 @@ def test_agreement(nano8):
     assert close.kl_mean <= close.kl_max
     with pytest.raises(UsageError, match="fewer than two tokens"):
         compare(NANO, nano8, "")
+
+
+def test_figures_of_an_agreement(monkeypatch):
+    """By hand: p = (1/2, 1/2) and q = (1/4, 3/4), then p = (9/10, 1/10) and q the same."""
+    rows = {NANO: [[0.5, 0.5], [0.9, 0.1]], "overlay": [[0.25, 0.75], [0.9, 0.1]]}
+    monkeypatch.setattr(agreement, "_logits", lambda folder, ids: np.log(np.float32(rows[folder])) + 3)
+    found = compare(NANO, "overlay", "Two words")
+    expected = 0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75)
+    assert found.kl_max == pytest.approx(expected, rel=1e-5)
+    assert found.kl_mean == pytest.approx(expected / 2, rel=1e-5)
+    assert (found.tokens, found.top1) == (2, 0.5)
