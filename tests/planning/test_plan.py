@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import k3mlx
 from k3mlx.checkpoint.mlx_lm import open_checkpoint
+from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.cli import main
 from k3mlx.convert.formats import PARTS, Formats
 from k3mlx.convert.job import Job
@@ -106,8 +108,7 @@ def test_context_takes_state() -> None:
 
 
 def test_the_three_budgets() -> None:
-    for checkpoint in describe(None).formats.values():
-        needs = model_needs(METAL, checkpoint, 8192)
+    for _, _, needs in released():
         found = sizes(needs)
         assert found.smallest < found.resident < found.recommended
         assert plan_memory(needs, found.resident, None).dense_bytes_per_pass == 0
@@ -117,9 +118,13 @@ def test_the_three_budgets() -> None:
         assert recommended.dense_bytes_per_pass == 0
 
 
+@cache
+def released() -> list[tuple[str, Checkpoint, Needs]]:
+    return [(name, c, model_needs(METAL, c, 8192)) for name, c in describe(None).formats.items()]
+
+
 def cases(memory: int, rate: float) -> list[Case]:
-    formats = describe(None).formats
-    return [case(name, c, model_needs(METAL, c, 8192), memory, rate) for name, c in formats.items()]
+    return [case(name, checkpoint, needs, memory, rate) for name, checkpoint, needs in released()]
 
 
 @pytest.mark.parametrize(
