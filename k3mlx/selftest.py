@@ -1,8 +1,8 @@
 """The self-test: every kernel of this package on this machine against the numpy reference, without a model.
 
-Owns the choice of cases, the run in a process of its own with a deadline, and the remembered verdict that gates
-the automatic use of a GPU (`gate`). Cases and tolerances are in `k3mlx/kernels/cases.py`. Run as
-`python -m k3mlx.selftest DEVICE` it is that process: it prints one JSON object.
+Owns the choice of cases, the run in a process of its own with a deadline for each, and the remembered verdict that
+gates the automatic use of a GPU (`gate`). Cases and tolerances are in `k3mlx/kernels/cases.py`. Run as
+`python -m k3mlx.selftest DEVICE` it is that process: it prints a line as each case begins, at last one JSON object.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -36,13 +34,21 @@ from k3mlx.kernels.cases import (
 from k3mlx.kernels.launch import KERNELS, SIMD_WIDTH, WIDTH_PROBE, Maker, simd_width
 from k3mlx.kernels.texts import texts_digest
 
+from .apart import NoAnswerError, last_line
 from .errors import ResourceError
 from .experts.warm import user_cache
 
-DEADLINE = 60.0  # seconds for the whole self-test: it takes less than ten where nothing hangs
+DEADLINE = 60.0  # seconds for one case: the slowest compiles a kernel, which takes a few
 THREADS = (1024, 512, 256, 128)
 RAISED = "runs"  # the measure of a call that raised
 CHUNK_TOLERANCE = 2e-5  # of the chunkwise form in float32, specification §2.4
+
+
+Begin = Callable[[str], None]
+
+
+def _silent(what: str) -> None:
+    """A `Begin` that tells nobody."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +109,8 @@ def cases() -> Iterator[Case]:
     yield route_case(experts=20, k=4)
 
 
-def run_here(device: str) -> Report:
-    """The self-test in this process. device: metal, cuda, mlx-cpu or numpy."""
+def run_here(device: str, begin: Begin = _silent) -> Report:
+    """The self-test in this process. device: metal, cuda, mlx-cpu or numpy. `begin` is told each case at its start."""
     report = Report(device)
     report.rows += _numpy_rows()
     report.rows += _cpu_rows(report.notes)
@@ -125,10 +131,10 @@ def run_here(device: str) -> Report:
     else:
         from k3mlx.kernels.mlx_maker import MlxMaker
 
-        report.rows += kernel_rows(report, MlxMaker(device), cases(), _make, _numbers)
+        report.rows += kernel_rows(report, MlxMaker(device), cases(), _make, _numbers, begin)
     with mx.stream(mx.cpu):
         for case in cases():
-            report.rows += _rows(case, "mlx-cpu", partial(_plain, case))
+            report.rows += _rows(case, "mlx-cpu", partial(_plain, case), begin)
     return report
 
 
@@ -157,6 +163,7 @@ def kernel_rows(
     chosen: Iterable[Case],
     make: Callable[[Any, str], Any],
     numbers: Callable[[Sequence[Any]], list[np.ndarray]],
+    begin: Begin = _silent,
 ) -> list[Row]:
     """Every case through its kernel; make(values, dtype) makes arrays, numbers(outputs) evaluates and reads them.
 
@@ -172,7 +179,7 @@ def kernel_rows(
     for case in chosen:
         while True:
             sized = replace(case, threads=report.threads[case.stem])
-            rows = _rows(sized, report.device, partial(launch, sized))
+            rows = _rows(sized, report.device, partial(launch, sized), begin)
             smaller = [n for n in THREADS if n < sized.threads]
             if rows[0].measure != RAISED or not smaller:
                 break
@@ -191,9 +198,10 @@ def _width_row(device: str, maker: Maker, numbers: Callable[[Sequence[Any]], lis
     return _verdict_row(WIDTH_PROBE.stem, f"SIMD groups of {SIMD_WIDTH}", device, found)
 
 
-def _rows(case: Case, path: str, call: Callable[[], list[np.ndarray]]) -> list[Row]:
+def _rows(case: Case, path: str, call: Callable[[], list[np.ndarray]], begin: Begin) -> list[Row]:
     """One row an output; a call that raises is one failed row with the reason. The second call is timed."""
     label = f"{case.label} {case.threads} threads" if path not in ("mlx-cpu", "numpy") else case.label
+    begin(f"{case.stem} {label} {case.dtype} on {path}")
     try:
         call()
         start = time.perf_counter()
@@ -317,21 +325,14 @@ def find_device(wanted: str = "auto") -> str:
 
 
 def selftest(device: str, deadline: float = DEADLINE) -> Report:
-    """The self-test in a process of its own; a hang or a crash is a failed row, not the end of the caller."""
-    command = [sys.executable, "-m", "k3mlx.selftest", device]
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-        try:
-            result = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, text=True,
-                encoding="utf-8", timeout=deadline, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return _lost(device, f"no answer after {deadline:g} s: a kernel hangs")
-        if result.returncode == 0:
-            return _parsed(json.loads(result.stdout.splitlines()[-1]))
-        errors.seek(0)
-        last = errors.read().strip().splitlines()[-1:] or ["it said nothing"]
-        return _lost(device, f"the self-test's process ended with status {result.returncode}: {last[0]}")
+    """The self-test in a process of its own; a hang or a crash is a failed row, not the end of the caller.
+
+    deadline: seconds that one case may take.
+    """
+    try:
+        return _parsed(json.loads(last_line([sys.executable, "-m", "k3mlx.selftest", device], deadline)))
+    except NoAnswerError as error:
+        return _lost(device, str(error))
 
 
 def _lost(device: str, why: str) -> Report:
@@ -435,7 +436,7 @@ def to_json(report: Report) -> str:
 
 
 def main() -> int:
-    print(to_json(run_here(sys.argv[1])))
+    print(to_json(run_here(sys.argv[1], partial(print, flush=True))))
     return 0
 
 

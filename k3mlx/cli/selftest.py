@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "gpu", "cpu"), default="auto", help="gpu: Metal or CUDA, or exit 4"
     )
     parser.add_argument("--json", metavar="FILE", help="write the results as one object; - is stdout")
-    parser.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS", help="default 60")
+    parser.add_argument(
+        "--deadline", type=float, default=60.0, metavar="SECONDS", help="for one case (default 60)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -113,6 +113,16 @@ def test_process_that_does_not_answer_fails_every_kernel() -> None:
     assert "no answer after 0.01 s" in next(iter(late.failed_kernels().values()))
 
 
+def test_each_case_is_told_as_it_begins() -> None:
+    """Or the first run on a GPU, which compiles them all, would look like one that hangs."""
+    told: list[str] = []
+    report = selftest.run_here("mlx-cpu", told.append)
+    assert len(told) == len(list(selftest.cases())) > 20
+    assert all(sum(row.case.startswith(case.label) for row in report.rows) for case in selftest.cases())
+    assert told[0].startswith("kda_step ")
+    assert told[0].endswith(" float32 on mlx-cpu")
+
+
 @pytest.mark.skipif(shutil.which("false") is None, reason="needs the command false")
 def test_process_that_dies_fails_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest.sys, "executable", shutil.which("false"))
