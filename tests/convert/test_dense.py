@@ -32,7 +32,15 @@ def test_errors_of_the_manifest_are_those_of_the_weights(source, overlay):
             assert error == pytest.approx(found, rel=1e-3), name
 
 
-@pytest.mark.parametrize("block", [1, 700, 10_000])
+def test_a_row_is_the_smallest_block(source):
+    with Checkpoint.open(source) as checkpoint:
+        info = checkpoint.tensors[LOUD]
+        blocks = list(dense._blocks(info, 1))
+        assert [block.shape for block in blocks] == [(1, info.shape[1])] * info.shape[0]
+        assert sum(block.nbytes for block in blocks) == info.nbytes
+
+
+@pytest.mark.parametrize("block", [700, 10_000])
 def test_bytes_and_errors_do_not_depend_on_blocks(source, overlay, tmp_path, monkeypatch, block):
     monkeypatch.setattr(dense, "BLOCK", block)
     monkeypatch.setattr(dense, "COPIED", block)

@@ -2,15 +2,17 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from k3mlx.checkpoint.manifest import MANIFEST
+from k3mlx.checkpoint.manifest import MANIFEST, read_manifest
 from k3mlx.checkpoint.mlx_lm import open_checkpoint
 from k3mlx.errors import ModelFilesError
-from tests.checkpoint.damage import needs_links
+from tests.checkpoint.damage import needs_links, rewrite
 
 from .conftest import job
 
@@ -116,6 +118,34 @@ def test_files_of_the_overlay_that_are_damaged_are_named(pair):
     lines = error_of(overlay).splitlines()
     assert lines[0] == f"{path}: file not found"
     assert "tensor 'model.layers.1.input_layernorm.weight' is missing" in lines[1]
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update({NORM: ("U8", np.zeros(96, np.uint8))}), f"'{NORM}' has dtype U8, expected BF16"),
+        (lambda t: t.update({NORM: ("BF16", np.zeros(95, np.uint16))}), r"has shape \[95\], expected \[96\]"),
+        (lambda t: t.update(x=("U8", np.zeros(3, np.uint8))), "tensor 'x' is surplus"),
+        (
+            lambda t: t.update({"lm_head.weight": ("U8", np.zeros(3, np.uint8))}),
+            "'lm_head.weight' is also in",
+        ),
+        (lambda t: t.pop(NORM), f"tensor '{NORM}' is missing"),
+    ],
+)
+def test_tensors_that_do_not_belong_are_named(pair, change, message):
+    """In a file of the overlay that has the size on record."""
+    path = pair[1] / "dense-00001.safetensors"
+    rewrite(path, change)
+    (record,) = (n for n, file in enumerate(read_manifest(pair[1]).files) if file.name == path.name)
+    edit(pair[1], lambda manifest: manifest["files"][record].update(size=path.stat().st_size))
+    lines = error_of(pair[1]).splitlines()
+    assert len(lines) == 1
+    assert re.search(message, lines[0]), lines
+    assert str(path) in lines[0] or "is also in" in lines[0]
 
 
 @pytest.mark.parametrize(
