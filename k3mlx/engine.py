@@ -34,6 +34,7 @@ from .governor import Governor, plan_memory
 from .memory import parse_size, peak_memory_bytes
 from .needs import backend_needs, default_dtype
 from .ranks.launch import joined
+from .ranks.part import Part
 from .reference.model import Hooks
 from .tokenizer import Tokenizer
 
@@ -69,6 +70,7 @@ def load(
     model_dirs: Sequence[str | Path] = (),
     prefill_step_size: int | str = "auto",
     session_memory: int | str = 0,
+    dense_parallel: bool = False,
 ) -> Engine:
     """Open a Kimi K3 and load its dense weights.
 
@@ -94,7 +96,8 @@ def load(
     one setting here, with backend, device and dtype, that may change the last bits of a result.
     session_memory: set aside within `memory` for sessions that are kept (`kept.KeptSessions`) beside the one
     in work. In a process that `mlx.launch` started with others, the routed experts are spread over all of them: rank 0
-    gets the engine, on the others this serves rank 0 and ends with SystemExit when it closes.
+    gets the engine, on the others this serves rank 0 and ends with SystemExit when it closes. dense_parallel: heads of
+    attention, widths of MLPs and rows of the head are split over them too (`ranks.part`).
     Raises UsageError, ModelFilesError or ResourceError.
     """
     step = _step(prefill_step_size)
@@ -105,7 +108,7 @@ def load(
     streaming = stream_options(
         io_threads, direct_io, pipe, lookahead, cache_policy, warm_start, expert_trace, model_dirs
     )
-    with joined() as team, ExitStack() as on_failure:
+    with joined(dense_parallel) as team, ExitStack() as on_failure:
         choice = choose(_preferred(dtype, team) if backend == "auto" else backend, device)
         folder = resolve(model)
         checkpoint = open_checkpoint(folder, streaming.model_dirs)
@@ -117,21 +120,23 @@ def load(
             checkpoint.config.hidden_size,
             cpu_threads,
         )
-        needs = backend_needs(choice, checkpoint, dtype, as_stored=dense is not None)
+        part = Part.of(checkpoint, team.rank, team.size) if team is not None and dense_parallel else None
+        needs = backend_needs(choice, checkpoint, dtype, as_stored=dense is not None, part=part)
+        needs = replace(needs, state=needs.state + parse_size(session_memory, "session_memory"))
         ranks = None
         if team is not None:
             from .ranks.follow import follow, lead
 
+            computed_in = dtype or default_dtype(choice)
             if team.rank:
                 follow(
-                    team, checkpoint, choice, needs, limit, budget, streaming,
+                    team, checkpoint, choice, needs, limit, budget, streaming, computed_in, part,
                     experts_device, experts_kernel, cpu_threads,
                 )  # fmt: skip
                 raise SystemExit(0)
-        needs = replace(needs, state=needs.state + parse_size(session_memory, "session_memory"))
         plan = plan_memory(needs, limit, budget, step)
         if team is not None:
-            ranks = lead(team, checkpoint, choice, plan.chunk)
+            ranks = lead(team, checkpoint, choice, plan.chunk, computed_in, part)
         made = make_backend(
             choice, checkpoint, dtype, budget, experts_device, experts_kernel, cpu_threads, streaming, plan,
             ranks=ranks, dense=dense,

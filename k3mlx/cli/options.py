@@ -27,6 +27,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prompt tokens per pass (default: the largest of 1, 16, 64, ... that memory allows)",
     )
+    group.add_argument(
+        "--dense-parallel",
+        action="store_true",
+        help="under mlx.launch: split heads, MLP widths and the output head over the ranks too, not only experts",
+    )
     add_streaming_options(parser)
 
 
@@ -144,7 +149,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     names = (
         "backend", "device", "dtype", "experts_device", "experts_kernel", "dense_kernel", "cpu_threads", "memory",
         "expert_cache", "cache_policy", "io_threads", "direct_io", "pipe", "lookahead", "warm_start", "expert_trace",
-        "model_dirs", "prefill_step_size",
+        "model_dirs", "prefill_step_size", "dense_parallel",
     )  # fmt: skip
     return {name: getattr(args, name) for name in names}
 

@@ -81,26 +81,29 @@ class MlxBackend:
         native, why = choose_native(experts_kernel, checkpoint, threads)
         threads = threads or default_threads()
         self.watchdog = Watchdog()
+        part = None if ranks is None else ranks.part
+        self._local = self.config if part is None else part.config  # heads of this process
         if ranks is not None:
             ranks.team.fed, ranks.experts_report = lambda: self.watchdog.ids, self.experts_report
-        self._slots = MlxSlots()
+            ranks.wait = lambda arrays: self.room.evaluate("a state's parts", arrays, self.room.deadline(0))
+        self._slots, self._native = MlxSlots(), native
         on_streams = native is None or experts_device == "gpu"
         self.store = ExpertStore(checkpoint, expert_cache, streaming, self._slots if on_streams else None)
 
-        launchers, gated = _kernels(device, kernels, must)
+        launchers, gated = usable_kernels(device, kernels, must)
 
         def build(call: Call) -> tuple[Room, MlxModel, list[str]]:
             mx.set_cache_limit(CACHE_BYTES if cache_bytes is None else cache_bytes)
             room = make_room(device, launchers, self.watchdog, experts_device, native, threads, ranks)
             loader = Loader(
                 checkpoint, DTYPES[dtype], in_place=device != "cuda", thin=thin,
-                threads=self.store.options.io_threads, direct=self.store.files.direct,
+                threads=self.store.options.io_threads, direct=self.store.files.direct, part=part,
             )  # fmt: skip
             with mx.stream(room.stream):
                 notes = surprises()
                 model = MlxModel(loader, self.store, room, resident, native)
             if device == "metal":
-                notes += _wire(mx.get_active_memory())
+                notes += wire(mx.get_active_memory())
             return room, model, notes
 
         try:
@@ -121,7 +124,7 @@ class MlxBackend:
         return self.room.kind
 
     def new_state(self) -> State:
-        return self._call(lambda: State.empty(self.config, DTYPES[self.dtype]))
+        return self._call(lambda: State.empty(self._local, DTYPES[self.dtype]))
 
     def forward(
         self, ids: Sequence[int], state: State, all_logits: bool, hooks: Hooks
@@ -129,10 +132,14 @@ class MlxBackend:
         return OWNER.call(lambda call: self._forward(call, ids, state, all_logits, hooks), self.watchdog)
 
     def export_state(self, state: State) -> dict[str, np.ndarray]:
-        return self._call(state.arrays)
+        return self._call(lambda: self.room.ranks.gather(state, state.arrays()))
 
     def import_state(self, arrays: dict[str, np.ndarray], length: int) -> State:
-        return self._call(lambda: State.from_arrays(self.config, DTYPES[self.dtype], arrays, length))
+        def read() -> State:
+            own = self.room.ranks.scatter(arrays, length)
+            return self.room.ranks.keep(State.from_arrays(self._local, DTYPES[self.dtype], own, length))
+
+        return self._call(read)
 
     def experts_report(self) -> dict[str, Any]:
         return self.store.report()
@@ -149,14 +156,16 @@ class MlxBackend:
         return self.room.ranks.report()
 
     def runtime_report(self) -> dict[str, Any]:
-        """Versions, whether products may use 10-bit mantissas, time in which the host waited for evaluations,
-        MLX's own memory; `device` of the reports is where the dense parts run at the end, `first_device` where
+        """Versions, whether products may use 10-bit mantissas, time in which the host waited for evaluations, with
+        that in the C kernels too, MLX's own memory; `device` of the reports is where the dense parts run at the end, `first_device` where
         they began."""
         return {
             "mlx": version("mlx"),
             "tf32": os.environ.get(TF32) != "0",
             "first_device": self.room.first_kind,
             "evaluation_seconds": self.room.evaluation_seconds,
+            "product_seconds": self.room.evaluation_seconds
+            + (0.0 if self._native is None else self._native.spent.seconds),
             "mlx_active_bytes": mx.get_active_memory(),
             "mlx_peak_bytes": mx.get_peak_memory(),
         }
@@ -181,6 +190,8 @@ class MlxBackend:
         def run() -> T:
             if self.model is None:
                 raise K3Error("the engine is closed")
+            if self.room.ranks.part is not None:
+                raise UsageError("dense weights are split over ranks: go through a session, or load without")
             self.room.begin()
             try:
                 return work(self.model)
@@ -219,7 +230,7 @@ class MlxBackend:
                 raise _with_ids(str(error), hooks.fed) from None
         try:
             with mx.stream(self.room.stream), self.watchdog.watch("writing the caches", 120):
-                after = state.commit(updates, len(ids))
+                after = self.room.ranks.keep(state.commit(updates, len(ids)))
         except Exception as error:  # what the caches hold now is not known
             raise _with_ids(f"writing the caches failed: {error}", hooks.fed) from None
         self._slots.give_back()
@@ -233,6 +244,7 @@ class MlxBackend:
         try:
             assert self.model is not None
             with mx.stream(self.room.stream):
+                self.room.ranks.begin(state, len(ids))
                 return *self.model.step(ids, state, all_logits, hooks), None
         except _InCallback as error:
             raise error.cause from None
@@ -266,7 +278,7 @@ def _with_ids(what: str, ids: Sequence[int]) -> EndOfRun:
     return EndOfRun(f"{what}. {len(ids)} ids fed so far are in {save_ids(ids)}")
 
 
-def _wire(nbytes: int) -> list[str]:
+def wire(nbytes: int) -> list[str]:
     """Keep the dense weights from being paged out, where the system lets us; a line if it does not."""
     limit = int(mx.device_info().get("max_recommended_working_set_size", 0))
     try:
@@ -297,7 +309,7 @@ def _expert_format(checkpoint: Checkpoint) -> str:
     return {"BF16": "bfloat16", "F16": "float16"}.get(stored, "float32")
 
 
-def _kernels(device: str, wanted: bool, must: bool) -> tuple[Kernels, list[str]]:
+def usable_kernels(device: str, wanted: bool, must: bool) -> tuple[Kernels, list[str]]:
     """The launchers of a device, and lines on what its self-test has not let through.
 
     Raises ResourceError for such a kernel if it must be used.

@@ -7,12 +7,12 @@ sum are float32. The cache itself is in `state.py`. Source: model specification 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
 from .ops import Matrix, Quantized, linear
-from .state import LatentCache
+from .state import LatentCache, LayerState
 
 SCORE_ELEMENTS = 1 << 24  # scores held at once
 BLOCK_MAX = 1 << 15  # cached tokens widened to float32 at once
@@ -30,6 +30,11 @@ class Span:
         self.room = cache.room() if cache.length else 0
         self.tokens = tokens
         self._masks: dict[tuple[int, int], mx.array | None] = {}
+
+    @classmethod
+    def of(cls, layers: Iterable[LayerState], tokens: int) -> Span | None:
+        """That of any MLA layer of a state, None if there is none."""
+        return next((cls(layer, tokens) for layer in layers if isinstance(layer, LatentCache)), None)
 
     @property
     def total(self) -> int:

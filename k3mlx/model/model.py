@@ -21,7 +21,7 @@ from k3mlx.errors import K3Error
 from k3mlx.experts.store import ExpertStore
 from k3mlx.kernels.cpu import CpuKernels
 from k3mlx.kernels.plain import router_logits
-from k3mlx.ranks.lead import Total
+from k3mlx.ranks.lead import Total, Whole
 from k3mlx.reference.model import Hooks
 from k3mlx.stages import Probe, no_probe, prefixed
 
@@ -66,7 +66,7 @@ class MlxModel:
         self._store = store
         self._routed = RoutedExperts(store, self.config, room, native)
         self.outer = loader.outer()
-        sizes = stored_sizes(loader.checkpoint)
+        sizes = stored_sizes(loader.checkpoint, loader.part)
         kept = set(range(len(sizes)) if resident is None else resident)
         streamed = [n for n in range(len(sizes)) if n not in kept]
         if not loader.thin:
@@ -83,15 +83,14 @@ class MlxModel:
     ) -> tuple[np.ndarray, list[Update]]:
         """Run T tokens after `state`: (logits [V], or [T, V] with all_logits, float32; updates to commit)."""
         residual = self.embed(ids)
-        # the same for every MLA layer of a step
-        span = next((Span(old, len(ids)) for old in state.layers if isinstance(old, LatentCache)), None)
+        span = Span.of(state.layers, len(ids))  # the same for every MLA layer of a step
         updates: list[Update] = []
         for layer, old in enumerate(state.layers):
             hooks.before_layer(layer)
             residual, update = self.layer(layer, residual, old, hooks, span)
             updates.append(update)
         logits = self.head(residual, all_logits, hooks)
-        tail = [array for update in updates for array in _arrays(update)]
+        tail = [array for update in updates for array in update_arrays(update)]
         self.room.evaluate(
             "the head",
             [logits, tail],
@@ -122,19 +121,19 @@ class MlxModel:
             blocks = partial[None] if blocks is None else mx.concatenate([blocks, partial[None]])
         probe("attention_mix", h)
         x = probe("attention_norm", x)
-        a, update = self._attention(x, layer, old, span, probe)
-        a = probe("attention", a)
+        with self._share("attention", layer, x) as whole:
+            a, update = self.attention(x, layer, old, span, probe)
+            a = probe("attention", whole(a))
         partial = a if restart else partial + a
         h, x = self._mix(blocks, partial, norms, "mlp_res", "post_attention_layernorm")
         probe("mlp_mix", h)
         x = probe("mlp_norm", x)
-        ffn = self.layers[layer].ffn
         if self.config.is_moe(layer):
-            y = self._moe(x, layer, ffn, prefixed(probe, "moe."), hooks, _arrays(update, partial, x))
+            y = self._moe(x, layer, prefixed(probe, "moe."), hooks, update_arrays(update, partial, x))
         else:
             hooks.clock.enter("mlp")
-            self.room.enter("dense_mlp")
-            y = self._mlp(x, ffn, prefixed(probe, "mlp."))
+            with self._share("mlp", layer, x) as whole:
+                y = whole(self.dense_mlp(x, layer, prefixed(probe, "mlp.")))
         hooks.clock.enter("other")
         return Residual(blocks, probe("partial", partial + probe("mlp", y))), update
 
@@ -165,9 +164,10 @@ class MlxModel:
         }
         return {part: ", ".join(dict.fromkeys(map(_format, weights))) for part, weights in found.items()}
 
-    def _attention(
+    def attention(
         self, x: mx.array, layer: int, old: LayerState, span: Span | None, probe: Probe
     ) -> tuple[mx.array, Update]:
+        """What the heads of this process add to the stream for the normed input x [T, D], and the layer's update."""
         w = self.layers[layer].attention
         if isinstance(old, KdaState):
             self.room.enter("kda")
@@ -181,7 +181,7 @@ class MlxModel:
     ) -> tuple[mx.array, mx.array]:
         """MLA on the normed input x [T, D] -> [T, D] and the rows [T, r+e] to be cached (§2.5)."""
         config = self.config
-        heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
+        heads, nope, rank = w["U"].shape[0], config.qk_nope_head_dim, config.kv_lora_rank
         q_latent = rms_norm(linear(x, w["q_a_proj"]), w["q_a_layernorm"], config.mla_norm_eps)
         q = linear(probe("q_latent", q_latent), w["q_b_proj"])
         q = probe("q", q.reshape(x.shape[0], heads, config.qk_head_dim))
@@ -216,6 +216,16 @@ class MlxModel:
             norms[norm],
         )
 
+    def dense_mlp(self, x: mx.array, layer: int, probe: Probe) -> mx.array:
+        """The MLP of a layer without experts, or this process's widths of it, on x [T, D] -> [T, D]."""
+        self.room.enter("dense_mlp")
+        return self._mlp(x, self.layers[layer].ffn, probe)
+
+    def shared_experts(self, x: mx.array, layer: int, probe: Probe) -> mx.array:
+        """The shared experts of a layer, or this process's widths of them, on x [T, D] -> [T, D]."""
+        self.room.enter("shared_experts")
+        return self._mlp(x, self.layers[layer].ffn, probe, "shared_experts.")
+
     def _mlp(self, x: mx.array, w: Weights, probe: Probe, prefix: str = "") -> mx.array:
         return situ_mlp(
             x,
@@ -228,14 +238,12 @@ class MlxModel:
             self.room.kind,
         )
 
-    def _moe(
-        self, x: mx.array, layer: int, w: Weights, probe: Probe, hooks: Hooks, pending: list[mx.array]
-    ) -> mx.array:
+    def _moe(self, x: mx.array, layer: int, probe: Probe, hooks: Hooks, pending: list[mx.array]) -> mx.array:
         """Latent mixture of experts on the normed input x [T, D] -> [T, D] (§2.6.2).
 
         Evaluates everything up to here (`pending` with it), as the host has to know the experts.
         """
-        config, room = self.config, self.room
+        config, room, w = self.config, self.room, self.layers[layer].ffn
         room.enter("router")
         ids, scores, flags = self._route(x, w, probe)
         ids, scores = probe("ids", ids), probe("weights", scores)
@@ -251,15 +259,14 @@ class MlxModel:
             raise K3Error(f"layer {layer}: a router score is NaN: the weights are damaged")
         chosen, weights = np.array(ids), np.array(scores)
         request = self._routed.request(layer, chosen, room.ranks.own(layer, np.unique(chosen).tolist()))
-        with request, self._spread(layer, wide, chosen, weights) as total:  # reads are on their way
+        with request, self._spread(layer, wide, chosen, weights, x) as total:  # reads are on their way
             for likely in guess:
                 self._store.guess(layer + 1, room.ranks.own(layer + 1, np.array(likely)[0].tolist()))
             hooks.clock.enter("mlp")
-            room.enter("shared_experts")
-            shared = self._mlp(x, w, prefixed(probe, "shared."), "shared_experts.")
+            shared = self.shared_experts(x, layer, prefixed(probe, "shared."))
             mx.async_eval(shared)
             hooks.clock.enter("experts")
-            summed = total(self._routed.mix(layer, wide, chosen, weights, request))
+            summed, shared = total(self._routed.mix(layer, wide, chosen, weights, request), shared)
         hooks.clock.enter("mlp")
         mixed = probe("mixed", mx.array(summed))
         routed = rms_norm(mixed.astype(x.dtype), w["routed_expert_norm"], config.rms_norm_eps)
@@ -267,14 +274,25 @@ class MlxModel:
         return probe("up", up) + probe("shared", shared)
 
     def _spread(
-        self, layer: int, latent: mx.array, ids: np.ndarray, weights: np.ndarray
+        self, layer: int, latent: mx.array, ids: np.ndarray, weights: np.ndarray, x: mx.array
     ) -> AbstractContextManager[Total]:
         """The other ranks compute their part of the experts meanwhile."""
         seconds = self.room.deadline(latent.size * self.config.moe_intermediate_size * ids.shape[1])
         return self.room.ranks.spread(
-            layer, latent, ids, weights,
+            layer, latent, ids, weights, x,
             lambda arrays: self.room.evaluate(f"layer {layer}: the other ranks' experts", arrays, seconds),
         )  # fmt: skip
+
+    def _share(self, what: str, layer: int, x: mx.array) -> AbstractContextManager[Whole]:
+        """The other ranks compute their part of an attention, MLP or head meanwhile, if they have any."""
+        config, room = self.config, self.room
+        inner = (
+            config.vocab_size if what == "head" else 3 * max(config.intermediate_size, config.kda_projection)
+        )
+        seconds = room.deadline(x.size * inner)
+        return room.ranks.share(
+            what, layer, x, lambda arrays: room.evaluate(f"layer {layer}: the ranks' {what}", arrays, seconds)
+        )
 
     def _guess(self, layer: int, x: mx.array) -> list[mx.array]:
         """Likely experts [T, k] of the next layer, by its router on this layer's input; [] if not wanted."""
@@ -310,10 +328,14 @@ class MlxModel:
         )  # fmt: skip
         probe("output_mix", mixed)
         y = probe("final_norm", y)
+        with self._share("head", self.config.num_hidden_layers, y) as whole:
+            return probe("logits", whole(self.logits(y)))
+
+    def logits(self, y: mx.array) -> mx.array:
+        """The logits of y [T, D] in float32, or those of this process's rows of the head."""
         self.room.enter("head")
         seconds = self.room.deadline(y.shape[0] * self.config.vocab_size * self.config.hidden_size)
-        logits = head(y, outer["lm_head"], lambda block: self.room.evaluate("the head", block, seconds))
-        return probe("logits", logits)
+        return head(y, self.outer["lm_head"], lambda block: self.room.evaluate("the head", block, seconds))
 
 
 def head(y: mx.array, w: Matrix | OnDisk, evaluate: Callable[[list[mx.array]], None]) -> mx.array:
@@ -344,7 +366,8 @@ def _format(w: Any) -> str:
     return w.format() if isinstance(w, Quantized) else str(w.dtype).removeprefix("mlx.core.")
 
 
-def _arrays(update: Update, *more: mx.array) -> list[mx.array]:
+def update_arrays(update: Update, *more: mx.array) -> list[mx.array]:
+    """The arrays of an update and more, to be evaluated."""
     return [*([update.windows, update.state] if isinstance(update, KdaState) else [update]), *more]
 
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 from k3mlx.errors import K3Error
 from k3mlx.kernels import Kernels
 from k3mlx.kernels.cpu import CpuKernels
-from k3mlx.ranks.lead import Alone, Ranks
+from k3mlx.ranks.lead import Alone
 from k3mlx.watchdog import Watchdog
 
 from .moe import ExpertStreams
@@ -56,7 +56,7 @@ class Room:
         experts_kind: str,
         watchdog: Watchdog,
         cpu_streams: int = 1,
-        ranks: Ranks | None = None,
+        ranks: Alone | None = None,
         host: str = "numpy",
     ) -> None:
         self.kind = kind
@@ -238,7 +238,7 @@ def make_room(
     experts_device: str,
     native: CpuKernels | None,
     threads: int,
-    ranks: Ranks | None = None,
+    ranks: Alone | None = None,
 ) -> Room:
     """The room of an engine, or of a rank's experts: these on streams of the GPU or the CPU, or on the host by the
     C kernels `native`. Called by the thread that owns MLX."""

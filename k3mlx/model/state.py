@@ -7,7 +7,7 @@ one that has been continued can be continued again. Source: model specification 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -58,6 +58,11 @@ class LatentCache:
     def empty(cls, width: int, dtype: mx.Dtype) -> LatentCache:
         return cls(_Rows(mx.zeros((0, width), dtype)), 0)
 
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return self.buffer.rows.shape[1]
+
     def rows(self) -> mx.array:
         """[length, r+e]; shares the buffer's memory."""
         return self.buffer.rows[: self.length]
@@ -90,10 +95,14 @@ Update: TypeAlias = "KdaState | mx.array"
 
 @dataclass(frozen=True)
 class State:
-    """The state of one sequence; a snapshot is a reference and a restore an assignment."""
+    """The state of one sequence; a snapshot is a reference and a restore an assignment.
+
+    number: by which other ranks know their parts of it (`k3mlx.ranks.split`); 0 is the empty state.
+    """
 
     layers: tuple[LayerState, ...]
     length: int = 0
+    number: int = 0
 
     @classmethod
     def empty(cls, config: ModelConfig, dtype: mx.Dtype) -> State:
@@ -152,15 +161,8 @@ class State:
 
         Raises UsageError if names or shapes are not those of this model.
         """
+        check_arrays(config, arrays, length)
         empty = cls.empty(config, dtype)
-        expected = {
-            name: (length, array.shape[1]) if name.endswith(".latents") else array.shape
-            for name, array in empty.arrays().items()
-        }
-        if {name: array.shape for name, array in arrays.items()} != expected:
-            raise UsageError(
-                "the saved state does not fit this model, backend and dtype; start a new session"
-            )
         updates: list[Update] = []
         for number, layer in enumerate(empty.layers):
             if isinstance(layer, LatentCache):
@@ -170,6 +172,25 @@ class State:
                 updates.append(KdaState(windows, mx.array(arrays[f"{number}.state"])[None]))
         mx.eval([[u.windows, u.state] if isinstance(u, KdaState) else u for u in updates])
         return empty.commit(updates, length)
+
+
+def array_shapes(config: ModelConfig, length: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of `State.arrays` after `length` tokens."""
+    heads, width = config.kda_num_heads, config.kda_head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    for number, kind in enumerate(config.layer_kinds):
+        if kind == "kda":
+            shapes[f"{number}.windows"] = 3, config.short_conv_kernel_size - 1, config.kda_projection
+            shapes[f"{number}.state"] = heads, width, width
+        else:
+            shapes[f"{number}.latents"] = length, config.kv_lora_rank + config.qk_rope_head_dim
+    return shapes
+
+
+def check_arrays(config: ModelConfig, arrays: Mapping[str, np.ndarray], length: int) -> None:
+    """Raise UsageError if names or shapes are not those of this model's state after `length` tokens."""
+    if {name: array.shape for name, array in arrays.items()} != array_shapes(config, length):
+        raise UsageError("the saved state does not fit this model, backend and dtype; start a new session")
 
 
 def advance(old: LayerState, update: Update) -> LayerState:

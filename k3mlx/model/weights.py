@@ -22,14 +22,14 @@ from k3mlx.checkpoint.stored import DERIVED
 from k3mlx.dense_memory import enough
 from k3mlx.dense_reads import DenseReads, Put, Read, Work, convert, into
 from k3mlx.on_disk import DiskMatrix
+from k3mlx.ranks.part import Cut, Part
 
 from .ops import Matrix, OnDisk, Quantized, Weights
+from .pieces import Fill, Piece, cut_values, piece_of
 from .region import HOST, Region
 
 _CODES = {"U32": mx.uint32, "U8": mx.uint8}  # of quantised matrices: parts that keep their dtype
 _LAYERS_AT_ONCE = 3  # in memory: one in use, one whose last work may not have been evaluated, one being read
-
-Fill = Callable[[Work, Sequence[NDArray]], None]  # adds what fills these arrays (BF16 as uint16)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Loader:
     """Reads tensors of a checkpoint into MLX arrays of `dtype`, or float32 where they are kept so.
 
     in_place: read into the array's own memory (not on CUDA, where a host view would move it for good). thin:
-    embedding and head stay on disk. threads, direct: of the reads. Called by the thread that owns MLX.
+    embedding and head stay on disk. threads, direct: of the reads. part: what a rank has, all if
+    None. Called by the thread that owns MLX.
     """
 
     def __init__(
@@ -56,9 +57,11 @@ class Loader:
         thin: bool = False,
         threads: int = 1,
         direct: bool = False,
+        part: Part | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
+        self.part = part
         self.dtype = dtype
         self.in_place = in_place
         self.thin = thin
@@ -133,7 +136,8 @@ class Loader:
         names = [spec.name for spec in dense_specs(self.config) if not spec.name.startswith("model.layers.")]
         self._lending = False
         weights: Weights = {
-            _key(name): self._on_disk(name) if self._stays(name) else self._tensor(name) for name in names
+            _key(name): self._on_disk(name) if self._stays(name) else self._tensor(name)
+            for name in filter(self._has, names)
         }
         self._reads.run(self._take_work())
         return weights
@@ -156,11 +160,13 @@ class Loader:
             module, _, name = spec.name.removeprefix(prefix).partition(".")
             if module not in groups:
                 module, name = "norms", module
-            if name.endswith("_conv1d.weight") or name == "kv_b_proj.weight":
+            if name.endswith("_conv1d.weight") or name == "kv_b_proj.weight" or not self._has(spec.name):
                 continue
             groups[module][_key(name)] = self._tensor(spec.name)
         attention = groups["self_attn"]
-        if self.config.layer_kinds[layer] == "kda":
+        if not attention:
+            pass  # no head of this layer is here
+        elif self.config.layer_kinds[layer] == "kda":
             attention["taps"] = self._taps(prefix)
         else:
             attention |= self._latent_maps(f"{prefix}self_attn.kv_b_proj.weight")
@@ -171,18 +177,33 @@ class Loader:
         codes = self.checkpoint.quantized.get(name)
         if codes is not None:
             return _quantized(
-                codes, [self._array(part.shape, _whole(part), self._coded(part)) for part in _parts(codes)]
+                codes,
+                [
+                    self._array(piece.shape, piece.fill, self._coded(piece.info))
+                    for piece in (self._piece(name, part) for part in _parts(codes))
+                ],
             )
-        info = self.checkpoint.tensors[name]
+        piece = self._piece(name, self.checkpoint.tensors[name])
         if name.endswith(".A_log"):
-            return self._array((self.config.kda_num_heads,), self._loaded(name), self._kept_in(name))
-        shape = info.shape[1:] if name.endswith("_res_proj.weight") else info.shape
-        fill = self._loaded(name) if info.dtype == DERIVED else _whole(info)
+            heads = (self.config if self.part is None else self.part.config).kda_num_heads
+            return self._array((heads,), self._loaded(name), self._kept_in(name))
+        shape = piece.shape[1:] if name.endswith("_res_proj.weight") else piece.shape
+        fill = self._loaded(name) if piece.info.dtype == DERIVED else piece.fill
         return self._array(shape, fill, self._kept_in(name))
+
+    def _has(self, name: str) -> bool:
+        return self.part is None or self.part.has(name)
+
+    def _cut(self, name: str) -> Cut | None:
+        return None if self.part is None else self.part.cut(name)
+
+    def _piece(self, name: str, info: TensorInfo) -> Piece:
+        """Of what a tensor is stored as, the part that this process has."""
+        return piece_of(info, self._cut(name), self.checkpoint.tensors[name].shape[-1])
 
     def _taps(self, prefix: str) -> mx.array:
         names = [f"{prefix}self_attn.{stream}_conv1d.weight" for stream in "qkv"]
-        infos = [self.checkpoint.tensors[name] for name in names]
+        infos = [self._piece(name, self.checkpoint.tensors[name]).info for name in names]
         channels, _, width = infos[0].shape
 
         def fill(work: Work, outs: Sequence[NDArray]) -> None:
@@ -201,13 +222,16 @@ class Loader:
 
     def _halves(self, info: TensorInfo, dtype: mx.Dtype, name: str) -> list[mx.array]:
         nope, value = self.config.qk_nope_head_dim, self.config.v_head_dim
+        info = self._piece(name, info).info
         heads, columns = info.shape[0] // (nope + value), info.shape[1:]
         unit = (nope + value) * math.prod(columns)
 
         def fill(work: Work, outs: Sequence[NDArray]) -> None:
             put = _per_head(outs, unit, nope)
             if info.dtype == DERIVED:
-                work.others.append(lambda: put(0, self.checkpoint.raw(name).reshape(-1)))
+                work.others.append(
+                    lambda: put(0, cut_values(self.checkpoint.raw(name), self._cut(name)).reshape(-1))
+                )
             else:
                 work.reads.append(Read(info, put, unit))
 
@@ -224,9 +248,11 @@ class Loader:
         """Values that are more than stored numbers: `A_log` is checked and cut, some are computed."""
 
         def fill(work: Work, outs: Sequence[NDArray]) -> None:
-            work.others.append(
-                lambda: convert(self.checkpoint.load(name, np.float32).reshape(outs[0].shape), outs[0])
-            )
+            def work_it_out() -> None:
+                values = cut_values(self.checkpoint.load(name, np.float32), self._cut(name))
+                convert(values.reshape(outs[0].shape), outs[0])
+
+            work.others.append(work_it_out)
 
         return fill
 
@@ -261,13 +287,6 @@ class Loader:
     def _take_work(self) -> Work:
         work, self._work = self._work, Work()
         return work
-
-
-def _whole(info: TensorInfo) -> Fill:
-    def fill(work: Work, outs: Sequence[NDArray]) -> None:
-        work.reads.append(Read(info, into(outs[0])))
-
-    return fill
 
 
 def _per_head(outs: Sequence[NDArray], unit: int, nope: int) -> Put:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3mlx.devices import import_mlx
+from k3mlx.errors import UsageError
 
 if TYPE_CHECKING:
     from .team import Team
@@ -45,9 +46,16 @@ def own_address(environ: Mapping[str, str] | None = None) -> str:
 
 
 @contextmanager
-def joined() -> Iterator[Team | None]:
-    """The ranks of this launch, None for a process alone; what is raised inside is told to all of them."""
+def joined(needed: bool = False) -> Iterator[Team | None]:
+    """The ranks of this launch, None for a process alone; what is raised inside is told to all of them.
+
+    needed: raise UsageError for a process alone, whose weights cannot be split.
+    """
     if launched_rank() is None:
+        if needed:
+            raise UsageError(
+                "--dense-parallel splits weights over ranks, but this process is alone: start it with mlx.launch -n N"
+            )
         yield None
         return
     import_mlx()

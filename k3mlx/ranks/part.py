@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from k3mlx.checkpoint.names import TensorSpec, layer_prefix
 from k3mlx.checkpoint.quantized import QuantizedInfo
+from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.config import ModelConfig
 from k3mlx.errors import UsageError
 
@@ -50,6 +51,11 @@ class Part:
         )
         for layer, kind in enumerate(config.layer_kinds):
             self._check(f"{layer_prefix(layer)}self_attn.o_proj.weight", self._value_width(kind))
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, rank: int, size: int) -> Part:
+        """What a rank has of a checkpoint."""
+        return cls(checkpoint.config, rank, size, checkpoint.quantized)
 
     def inner(self, layer: int) -> range:
         """Its part of the width of the layer's dense MLP, or of the shared experts."""

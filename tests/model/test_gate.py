@@ -5,7 +5,7 @@ import pytest
 from k3mlx import selftest
 from k3mlx.errors import ResourceError
 from k3mlx.kernels import mlx_maker
-from k3mlx.model.backend import _kernels
+from k3mlx.model.backend import usable_kernels
 from k3mlx.selftest import Gate
 
 WHY = "failed its self-test (relative L2 0.3, at most 1e-06)"
@@ -28,7 +28,7 @@ def verdict(monkeypatch):
 
 def test_a_kernel_that_failed_is_not_used(verdict):
     verdict({"route_topk": WHY})
-    kernels, lines = _kernels("metal", wanted=True, must=False)
+    kernels, lines = usable_kernels("metal", wanted=True, must=False)
     assert kernels.disabled == {"route_topk": WHY}
     assert kernels.counters["route_topk"].failures == 0
     assert kernels.threads["kda_step"] == 256
@@ -38,9 +38,9 @@ def test_a_kernel_that_failed_is_not_used(verdict):
 def test_a_kernel_that_failed_is_an_error_where_metal_must_be_used(verdict):
     verdict({"route_topk": WHY})
     with pytest.raises(ResourceError, match="K3_METAL=1 asks for Metal, but failed its self-test"):
-        _kernels("metal", wanted=True, must=True)
+        usable_kernels("metal", wanted=True, must=True)
     verdict({})
-    assert _kernels("metal", wanted=True, must=True)[1] == []
+    assert usable_kernels("metal", wanted=True, must=True)[1] == []
 
 
 @pytest.mark.parametrize(("device", "wanted"), [("cpu", True), ("metal", False)])
@@ -49,6 +49,6 @@ def test_without_kernels_no_self_test_runs(monkeypatch, device, wanted):
         raise AssertionError("the self-test ran")
 
     monkeypatch.setattr(selftest, "gate", fail)
-    kernels, lines = _kernels(device, wanted, must=False)
+    kernels, lines = usable_kernels(device, wanted, must=False)
     assert kernels.maker is None
     assert lines == []

@@ -13,9 +13,10 @@ LIMIT = 120  # seconds for a whole run
 
 
 class Ranks:
-    """`size` processes of tests/ranks/run.py; `folders` may name another model for a rank."""
+    """`size` processes of tests/ranks/run.py; `folders` may name another model for a rank, `dense` those ranks that
+    split dense weights (True: all)."""
 
-    def __init__(self, tmp_path, size, *arguments, folders=None):
+    def __init__(self, tmp_path, size, *arguments, folders=None, dense=False):
         hosts = [[f"127.0.0.1:{port}"] for port in _free_ports(size)]
         hostfile = tmp_path / "hosts.json"
         hostfile.write_text(json.dumps(hosts))
@@ -34,6 +35,7 @@ class Ranks:
                 "tests.ranks.run",
                 str(self.out),
                 str(folder),
+                "split" if dense is True or (dense and rank in dense) else "whole",
                 *map(str, arguments),
             ]
             self.processes.append(

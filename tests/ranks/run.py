@@ -1,9 +1,10 @@
-"""What each rank of a test does: `python -m tests.ranks.run OUT FOLDER ACTION …`, started by tests/ranks/launch.py.
+"""What each rank of a test does: `python -m tests.ranks.run OUT FOLDER whole|split ACTION …`, started by `launch.py`.
 
-Rank 0 writes one JSON object to OUT. ACTION is `conversations`, or `logits IDS SPLIT` (a prompt in two parts and then
-steps), or `decode N`: N steps, its progress in OUT.
+Rank 0 writes one JSON object to OUT. ACTION is `conversations`, `golden`, `logits IDS SPLIT` (a prompt in two parts and
+then steps), `sessions SAVED` (points come back to, saved, read again), or `decode N`: N steps, its progress in OUT.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import k3mlx
+from k3mlx.engine import Cancelled
 from tests.model.conversations import PROMPTS, greedy_answers
 
 
@@ -27,6 +29,34 @@ def logits(engine, out, ids, split):
     out.write_text(json.dumps({"report": engine.report()}))
 
 
+def golden(engine, out):
+    session = engine.session()
+    session.feed(range(1, 9))
+    rows = [session.feed([id]) for id in range(9, 30)]
+    np.save(out.with_suffix(".npy"), np.array(rows))
+    out.write_text(json.dumps({"report": engine.report()}))
+
+
+def sessions(engine, out, saved):
+    """Rows of logits by a timeline with all that a session can do; `saved` is a session file of one process."""
+    first, second, rows = engine.session(), engine.session(), []
+    first.feed([3, 1, 4, 1, 5])
+    point = first.snapshot()
+    rows += [second.feed([9, 2, 6]), first.feed([2, 7]), second.feed([5])]
+    first.restore(point)
+    rows.append(first.feed([8, 2, 8]))
+    with contextlib.suppress(Cancelled):
+        first.feed([1, 8], should_stop=iter([False, False, True]).__next__)
+    rows.append(first.feed([1]))
+    first.save(out.with_suffix(".safetensors"))
+    again = engine.load_session(out.with_suffix(".safetensors"))
+    rows += [again.feed([8]), first.feed([8]), engine.load_session(saved).feed([8])]
+    for _ in range(20):
+        again.feed([3])
+    np.save(out.with_suffix(".npy"), np.array(rows))
+    out.write_text(json.dumps({"report": engine.report()}))
+
+
 def decode(engine, out, count):
     session = engine.session()
     best = int(np.argmax(session.feed([3, 1, 4, 1, 5])))
@@ -35,12 +65,12 @@ def decode(engine, out, count):
         out.write_text(json.dumps({"steps": step + 1}))
 
 
-def main(out, folder, action, *arguments):
+def main(out, folder, dense, action, *arguments):
     folder = None if folder == "-" else folder
-    with k3mlx.load(folder, device="cpu", dtype="float32", expert_cache=0) as engine:
-        {"conversations": conversations, "logits": logits, "decode": decode}[action](
-            engine, Path(out), *arguments
-        )
+    options = {"device": "cpu", "dtype": "float32", "expert_cache": 0, "dense_parallel": dense == "split"}
+    with k3mlx.load(folder, **options) as engine:
+        actions = (conversations, golden, logits, sessions, decode)
+        {each.__name__: each for each in actions}[action](engine, Path(out), *arguments)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 
 import k3mlx
 from k3mlx.config import load_config
+from k3mlx.planning.ranks import traffic
 from tests.model.conversations import PROMPTS, greedy_answers
 from tests.tiny import random_config, write_random_model
 
@@ -32,9 +33,10 @@ def answers():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_conversations_are_those_of_one_process(tmp_path, answers, size):
-    with Ranks(tmp_path, size, "conversations") as ranks:
+def test_conversations_are_those_of_one_process(tmp_path, answers, size, dense):
+    with Ranks(tmp_path, size, "conversations", dense=dense) as ranks:
         result = ranks.result()
     assert result["answers"] == answers
     reports = result["report"]["ranks"]
@@ -53,10 +55,11 @@ def model(tmp_path_factory):
     return folder, ids, config
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_logits_are_within_1e_4_of_float64_and_traffic_is_as_on_paper(tmp_path, model, size):
+def test_logits_are_within_1e_4_of_float64_and_traffic_is_as_on_paper(tmp_path, model, size, dense):
     folder, ids, _ = model
-    with Ranks(tmp_path, size, "logits", json.dumps(ids), 17, folders={None: folder}) as ranks:
+    with Ranks(tmp_path, size, "logits", json.dumps(ids), 17, folders={None: folder}, dense=dense) as ranks:
         report = ranks.result()["report"]
     got = np.load(tmp_path / "out.npy")
     with k3mlx.load(folder, backend="numpy", dtype="float64") as engine:
@@ -65,11 +68,11 @@ def test_logits_are_within_1e_4_of_float64_and_traffic_is_as_on_paper(tmp_path, 
         expected += [session.feed([id]) for id in ids[-20:]]
         config = engine.config
     np.testing.assert_allclose(got, np.array(expected), rtol=0, atol=1e-4)
-    layers = sum(map(config.is_moe, range(config.num_hidden_layers)))
-    floats = 2 * config.routed_expert_hidden_size + 2 * config.num_experts_per_token  # a token: out and back
+    paper = traffic(config, size, dense)
     for row in report["ranks"]:
-        assert row["traffic"]["messages"] == 2 * layers * 22
-        assert row["traffic"]["bytes_sent"] == 4 * floats * layers * len(ids) * (size - 1)
+        assert row["traffic"]["messages"] == 22 * paper.messages
+        sent = 4 * (len(ids) * paper.per_token + 22 * paper.per_pass)
+        assert row["traffic"]["bytes_sent"] == row["traffic"]["bytes_received"] == (size - 1) * sent
 
 
 def ends(ranks, *expected):
