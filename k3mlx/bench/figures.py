@@ -1,8 +1,10 @@
 """From repeats of the whole model to figures: rates, where the time went, experts found and read.
 
-Owns the meaning of the split. Parts are those of the engine's report; what is added here: `hidden`, loading of
-experts behind other work (it takes no time of its own), `python`, host work outside evaluations (MLX only, where it
-can be told), and `outside`, what passed between two passes through the model.
+Owns the meaning of the split. Parts are those of the engine's report, in which a layer's dense weights are waited for
+in `other`: that is `dense_wait` here. Added are `outside`, what passed between two passes through the model; `hidden`,
+loading of experts behind other work (it takes no time of its own); and `python`, which lies within the parts: what is
+neither a product (an evaluation of MLX, a call of the C kernels, recurrence, attention and experts of numpy) nor a
+wait. On numpy with dense weights of its own (small models) products cannot be told apart and there is no `python`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from .result import Figure, rate
 from .whole import Trial
 
 PARTS = ("attention", "router", "mlp", "experts", "expert_wait", "head", "other")
-SPLIT = (*PARTS, "outside")  # they add up to the whole
+SPLIT = (*PARTS, "dense_wait", "outside")  # they add up to the whole
 BESIDE = ("hidden", "python")  # they lie within or behind these
 NAMES = {
     "attention": "attention",
@@ -24,9 +26,11 @@ NAMES = {
     "expert_wait": "expert loading, waited for",
     "head": "head",
     "other": "mixes, norms, the rest",
+    "dense_wait": "dense loading, waited for",
     "outside": "between passes",
+    "token": "whole",
     "hidden": "expert loading, hidden",
-    "python": "host work beside MLX",
+    "python": "Python, beside products",
 }
 
 
@@ -41,6 +45,11 @@ def figures_of_trials(trials: Sequence[Trial], prompt_tokens: int) -> dict[str, 
     return figures
 
 
+def whole_name(phase: str) -> str:
+    """The figure that `SPLIT` adds up to in every repeat: a token's whole time."""
+    return f"{phase}_token"
+
+
 def _phase(name: str, tokens: int, runs: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Figure]:
     """Figures of prompts or of decoding: the split, hit rate, bytes read."""
     splits = [split(seconds, report) for seconds, report in runs]
@@ -48,6 +57,7 @@ def _phase(name: str, tokens: int, runs: Sequence[tuple[float, dict[str, Any]]])
         f"{name}_{part}": Figure("ms/token", tuple(1e3 * one[part] / tokens for one in splits))
         for part in splits[0]
     }
+    figures[whole_name(name)] = Figure("ms/token", tuple(1e3 * wall / tokens for wall, _ in runs))
     experts = [report["experts"] for _, report in runs]
     if all(one["hits"] + one["misses"] for one in experts):
         shares = tuple(one["hits"] / (one["hits"] + one["misses"]) for one in experts)
@@ -60,11 +70,12 @@ def _phase(name: str, tokens: int, runs: Sequence[tuple[float, dict[str, Any]]])
 def split(wall: float, report: dict[str, Any]) -> dict[str, float]:
     """Seconds by part. `SPLIT` adds up to `wall`; `BESIDE` does not count in the sum."""
     parts = {part: report["seconds"][part] for part in PARTS}
-    inside = sum(parts.values())
-    found = {**parts, "outside": max(0.0, wall - inside)}
+    inside, dense_wait = sum(parts.values()), report["dense"]["wait_seconds"]
+    parts["other"] -= dense_wait
+    found = {**parts, "dense_wait": dense_wait, "outside": max(0.0, wall - inside)}
     experts = report["experts"]
     found["hidden"] = max(0.0, experts["read_seconds"] - experts["wait_seconds"])
-    evaluated = report["runtime"].get("evaluation_seconds")
-    if evaluated is not None:
-        found["python"] = max(0.0, inside - evaluated - parts["expert_wait"])
+    products = report["runtime"].get("product_seconds")
+    if products is not None:
+        found["python"] = inside - products - parts["expert_wait"] - dense_wait
     return found

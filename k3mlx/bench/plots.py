@@ -14,7 +14,7 @@ from typing import Any
 from k3mlx.errors import K3Error, ResourceError
 
 from .context import context_points
-from .figures import NAMES, SPLIT
+from .figures import NAMES, SPLIT, whole_name
 from .result import Figure
 
 Panel = Callable[[Any], None]  # draws on axes
@@ -93,7 +93,7 @@ def _split(axes: Any, figures: Mapping[str, Figure]) -> None:
     """Where the time goes, in parts of a token."""
     phases = [phase for phase in ("prompt", "decode") if f"{phase}_{SPLIT[0]}" in figures]
     left = [0.0] * len(phases)
-    whole = [sum(figures[f"{phase}_{part}"].median for part in SPLIT) or 1.0 for phase in phases]
+    whole = [figures[whole_name(phase)].median or 1.0 for phase in phases]
     for part in SPLIT:
         shares = [figures[f"{phase}_{part}"].median / all_ for phase, all_ in zip(phases, whole, strict=True)]
         axes.barh(phases, shares, left=left, label=NAMES[part])

@@ -9,7 +9,7 @@ from k3mlx.memory import format_size
 
 from .compare import Ratio
 from .context import context_points, line_through, spread_of
-from .figures import BESIDE, NAMES, SPLIT
+from .figures import BESIDE, NAMES, SPLIT, whole_name
 from .result import Figure
 
 PHASES = ("prompt", "decode")
@@ -53,15 +53,20 @@ def rates(figures: Mapping[str, Figure]) -> str:
 
 
 def split_table(figures: Mapping[str, Figure]) -> str:
-    """Where a token's time goes, by phase: milliseconds and share; what takes no time of its own in brackets."""
+    """Where a token's time goes, by phase: milliseconds and share; what lies within or behind the rest in brackets.
+
+    Each row is a median over repeats, so rows add up to the whole only nearly; in every repeat they do exactly.
+    """
     phases = [phase for phase in PHASES if f"{phase}_{SPLIT[0]}" in figures]
     joint = all(figures[f"{phase}_router"].high == 0 for phase in phases)  # on MLX: one evaluation
     names = {**NAMES, "attention": "attention with router"} if joint else NAMES
     header = ["ms a token", *(cell for phase in phases for cell in (phase, "share"))]
-    whole = {phase: sum(figures[f"{phase}_{part}"].median for part in SPLIT) for phase in phases}
+    whole = {phase: figures[whole_name(phase)].median for phase in phases}
     rows = [header]
-    for part in (*SPLIT, *BESIDE):
+    for part in (*SPLIT, "token", *BESIDE):
         if f"{phases[0]}_{part}" not in figures or (joint and part == "router"):
+            continue
+        if part == "dense_wait" and not any(figures[f"{phase}_{part}"].high for phase in phases):
             continue
         row = [f"({names[part]})" if part in BESIDE else names[part]]
         for phase in phases:

@@ -15,10 +15,18 @@ if TYPE_CHECKING:
     from k3mlx.engine import Engine
 
 HELP = "measure prompt and decode, where the time goes, and whether the figures are steady"
+SPLIT = (
+    "Where a token's time goes: in every repeat the rows add up to the whole. A row in brackets lies within or behind the"
+    " others: loading of experts that ran behind other work, and Python, which is the time in no product (an evaluation of"
+    " MLX, a call of the C kernels, numpy's recurrence, attention and experts), in no wait for experts or dense weights,"
+    " and in a forward pass. numpy's products with dense weights of its own, those of small models, cannot be told from"
+    " Python: then that row is missing."
+)
 PAGES, PICTURES = (".html", ".htm"), (".png",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = SPLIT
     parser.add_argument("--prompt-tokens", "-p", type=int, default=512, metavar="N", help="default: 512")
     parser.add_argument(
         "--generation-tokens", "-g", type=int, default=64, metavar="N", help="decode steps (default: 64)"

@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from k3mlx.checkpoint.mxfp4 import GROUP, decode
 from k3mlx.checkpoint.snapshot import Checkpoint
+from k3mlx.clock import Stopwatch
 from k3mlx.config import ModelConfig
 from k3mlx.errors import ModelFilesError
 from k3mlx.reference.moe import Mix, route_topk
@@ -32,6 +33,11 @@ class NumpyExperts:
 
     kernel = "numpy"  # for the report
 
+    @property
+    def product_seconds(self) -> float:
+        """Time in decoding and multiplying so far."""
+        return self._products.seconds
+
     def __init__(
         self,
         store: ExpertStore,
@@ -43,6 +49,7 @@ class NumpyExperts:
         self._router = router  # of a layer, for looking ahead
         self._config = config
         self._dtype = np.dtype(dtype)
+        self._products = Stopwatch()
         self._scratch: dict[str, Array] = {}  # decoded matrices, one expert's at a time
 
     def start(self, layer: int, x: Array, ids: NDArray[np.intp], weights: Array) -> Mix:
@@ -89,9 +96,10 @@ class NumpyExperts:
         beta, linear_beta = self._config.activation_situ_beta, self._config.activation_situ_linear_beta
         for group in request.groups():
             for held in group:
-                w1, w2, w3 = self._matrices(held, layer)
                 tokens, slots = np.nonzero(ids == held.expert)
-                output = situ_mlp(x[tokens], w1, w3, w2, beta, linear_beta)
+                with self._products:
+                    w1, w2, w3 = self._matrices(held, layer)
+                    output = situ_mlp(x[tokens], w1, w3, w2, beta, linear_beta)
                 yield tokens, slots, weights[tokens, slots, None] * output
 
     def _matrices(self, held: Held, layer: int) -> Matrices:

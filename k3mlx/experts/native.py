@@ -42,6 +42,10 @@ class NativeExperts(NumpyExperts):
         self._records: WeakKeyDictionary[Held, ExpertRecords] = WeakKeyDictionary()  # while it is in memory
         self.kernel = kernels.describe()
 
+    @property
+    def product_seconds(self) -> float:
+        return self._kernels.spent.seconds
+
     def _mix(
         self, x: Array, ids: NDArray[np.intp], weights: Array, layer: int, request: Request, apart: bool
     ) -> Array:

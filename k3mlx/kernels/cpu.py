@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,13 @@ def available_isas() -> list[str]:
     return [name for name in ISA_NAMES if library.k3_isa_named(name.encode())]
 
 
+@dataclass
+class Spent:
+    """Seconds inside the library so far."""
+
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class CpuKernels:
     """The kernels for one instruction set and number of threads; results depend on neither the number of
@@ -64,6 +72,7 @@ class CpuKernels:
     isa: str
     threads: int
     _handle: int
+    spent: Spent = field(default_factory=Spent, compare=False)
 
     def matmul(self, x: F32, matrix: Matrix, out: F32 | None = None) -> F32:
         """x W^T with float32 accumulation: x [..., in] float32, matrix [out, in] -> [..., out] float32.
@@ -84,11 +93,10 @@ class CpuKernels:
         x = _in_order(x)
         tokens = x.size // cols
         if out.size:
-            _succeeded(
-                _library().k3_matmul(
-                    *(self._handle, self.threads, matrix.address),
-                    *(_address(x), cols, tokens, _address(out), rows),
-                )
+            self._call(
+                _library().k3_matmul,
+                *(self._handle, self.threads, matrix.address),
+                *(_address(x), cols, tokens, _address(out), rows),
             )
             if matrix.is_mxfp4 and not np.isfinite(out).all():
                 _refuse_nan_scales([matrix.arrays[1]], ["scale"])
@@ -145,12 +153,11 @@ class CpuKernels:
         for first, last, part in _batches(start, max(1, INNER_BYTES // (4 * inner))):
             pairs = slice(int(part[0]), int(part[-1]))
             arrays = part - part[0], token[pairs], row[pairs], weight[pairs]
-            _succeeded(
-                _library().k3_experts_mix(
-                    *(self._handle, self.threads, records[first:].ctypes.data, last - first),
-                    *(_address(array) for array in arrays),
-                    *(_address(x), x.shape[1], len(x), beta, linear_beta, _address(out), x.shape[1]),
-                )
+            self._call(
+                _library().k3_experts_mix,
+                *(self._handle, self.threads, records[first:].ctypes.data, last - first),
+                *(_address(array) for array in arrays),
+                *(_address(x), x.shape[1], len(x), beta, linear_beta, _address(out), x.shape[1]),
             )
         if not np.isfinite(out).all():
             _refuse_damaged_experts(described)
@@ -168,6 +175,13 @@ class CpuKernels:
         if not data.flags.c_contiguous:
             raise UsageError(f"an array {data.shape} is not C-contiguous")
         _library().k3_read(self._handle, self.threads, _address(data), data.nbytes)
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        started = perf_counter()
+        status = function(*arguments)
+        self.spent.seconds += perf_counter() - started
+        if status:
+            raise MemoryError("no memory for the working buffers of the CPU kernels")
 
     def describe(self) -> str:
         """One phrase for a report: instruction set and threads."""
@@ -232,11 +246,6 @@ def _in_order(x: F32) -> F32:
 def _address(array: NDArray) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def _succeeded(status: int) -> None:
-    if status:
-        raise MemoryError("no memory for the working buffers of the CPU kernels")
 
 
 def _refuse_damaged_experts(experts: Sequence[ExpertRecords]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k3mlx.checkpoint.snapshot import Checkpoint
-from k3mlx.clock import Clock
+from k3mlx.clock import Clock, Stopwatch
 from k3mlx.stages import Probe, no_probe, prefixed
 
 from .attn_res import attn_res_mix
@@ -75,6 +75,9 @@ class ReferenceModel:
         self.config = checkpoint.config
         self.dtype = np.dtype(dtype)
         self.experts = experts
+        self.products = (
+            Stopwatch()
+        )  # recurrence and attention; other products are the weights' and the experts'
         self.outer = outer or load_outer(checkpoint, self.dtype)
         numbers = range(self.config.num_hidden_layers)
         self.layers = layers or [load_layer(checkpoint, n, self.dtype) for n in numbers]
@@ -158,11 +161,12 @@ class ReferenceModel:
         z = probe("z", x @ w["f_a_proj"].T @ w["f_b_proj"].T)  # no activation between the two factors
         b = probe("b", x @ w["b_proj"].T)
         gate = probe("gate", x @ w["g_proj"].T)
-        y, windows, state = kda_step(
-            q, k, v, z, b, gate, old.windows, old.state,
-            w["taps"], w["A_log"], w["dt_bias"], w["o_norm"],
-            self.config.gate_lower_bound, self.config.rms_norm_eps, self.config.l2_norm_eps, probe,
-        )  # fmt: skip
+        with self.products:
+            y, windows, state = kda_step(
+                q, k, v, z, b, gate, old.windows, old.state,
+                w["taps"], w["A_log"], w["dt_bias"], w["o_norm"],
+                self.config.gate_lower_bound, self.config.rms_norm_eps, self.config.l2_norm_eps, probe,
+            )  # fmt: skip
         return y @ w["o_proj"].T, KdaState(windows, state)
 
     def _mla(self, x: Array, w: Weights, old: LatentCache, probe: Probe) -> tuple[Array, LatentCache]:
@@ -177,10 +181,11 @@ class ReferenceModel:
         cache = old.append(probe("cache", np.concatenate([latent, kv[:, rank:]], axis=1)))
         rows = cache.rows()  # [S, r+e]
         key_map, value_map = split_kv_b(w["kv_b_proj"], heads, nope)
-        o = attend(
-            q[..., :nope], q[..., nope:], rows[:, :rank], rows[:, rank:], key_map, value_map,
-            config.qk_head_dim**-0.5,
-        )  # fmt: skip
+        with self.products:
+            o = attend(
+                q[..., :nope], q[..., nope:], rows[:, :rank], rows[:, rank:], key_map, value_map,
+                config.qk_head_dim**-0.5,
+            )  # fmt: skip
         o, gate = probe("heads", o), probe("gate", x @ w["g_proj"].T)
         y = probe("gated", o.reshape(len(x), heads * config.v_head_dim) * sigmoid(gate))
         return y @ w["o_proj"].T, cache

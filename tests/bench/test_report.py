@@ -12,8 +12,8 @@ from k3mlx.bench.result import Figure
 from k3mlx.errors import K3Error
 
 SHARES = {
-    "attention": 4.0, "router": 0.5, "mlp": 1.0, "experts": 2.0, "expert_wait": 1.5, "head": 0.5, "other": 0.3,
-    "outside": 0.2, "hidden": 0.7,
+    "attention": 4.0, "router": 0.5, "mlp": 1.0, "experts": 2.0, "expert_wait": 1.5, "head": 0.5, "other": 0.2,
+    "dense_wait": 0.1, "outside": 0.2, "hidden": 0.7, "token": 10.0,
 }  # fmt: skip
 
 
@@ -64,6 +64,13 @@ def test_the_split_in_columns():
     assert lines[1].split() == ["attention", "4", "40.0%", "4", "40.0%"]
     assert lines[-1].split() == ["(expert", "loading,", "hidden)", "0.7", "7.0%", "0.7", "7.0%"]
     assert any(line.startswith("router ") for line in lines)
+    assert lines[-2].split() == ["whole", "10", "100.0%", "10", "100.0%"]
+    assert any(line.startswith("dense loading, waited for ") for line in lines)
+
+
+def test_dense_weights_that_are_in_memory_have_no_row():
+    resident = figures() | {f"{phase}_dense_wait": Figure("ms/token", (0.0,)) for phase in tables.PHASES}
+    assert "dense loading" not in tables.split_table(resident)
 
 
 def test_a_router_that_cannot_be_told_apart_has_no_row():
