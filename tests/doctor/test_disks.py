@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import k3mlx
 from k3mlx.doctor.diagnosis import Options, diagnose
 from k3mlx.doctor.disks import Disk, check_disks, look_at_disks
 from k3mlx.doctor.findings import FATAL, OK, WARNING
@@ -73,4 +75,6 @@ def test_a_snapshot_on_such_a_disk(small_disk: Path, state: str, monkeypatch: py
     assert FATAL not in found.values()
     assert found["census"] == found["files"] == found["vocabulary"] == OK
     assert found["disk"] == (WARNING if state == "full" else OK)
+    with k3mlx.load(small_disk / "model", backend="numpy") as engine:
+        assert np.isfinite(engine.session().feed([1, 2, 3])).all()
     assert sorted(os.listdir(small_disk / "model")) == before
