@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 HELP = "measure prompt and decode, where the time goes, and whether the figures are steady"
 SPLIT = (
-    "Where a token's time goes: in every repeat the rows add up to the whole. A row in brackets lies within or behind the"
-    " others: loading of experts that ran behind other work, and Python, which is the time in no product (an evaluation of"
-    " MLX, a call of the C kernels, numpy's recurrence, attention and experts), in no wait for experts or dense weights,"
-    " and in a forward pass. numpy's products with dense weights of its own, those of small models, cannot be told from"
-    " Python: then that row is missing."
+    "Where a token's time goes: in every repeat the rows add up to the whole. A row in brackets lies within or behind"
+    " the others: loading of experts that ran behind other work, and Python, which is the time of a forward pass in no"
+    " product (an evaluation of MLX, a call of the C kernels, numpy's recurrence, attention and experts) and in no wait"
+    " for experts or dense weights. numpy's products with dense weights of its own, those of small models, cannot be"
+    " told from Python: then that row is missing."
 )
 PAGES, PICTURES = (".html", ".htm"), (".png",)
 

@@ -187,7 +187,7 @@ def test_time_that_is_planted_shows_in_its_own_row(byte_model, backend, plant, m
         run_trial(engine, [1, 2, 3], 2)  # warm
         plant(engine, monkeypatch)
         found = []
-        while "" not in found and len(found) < 4:  # a busy machine disturbs one or two
+        while "" not in found and len(found) < 6:  # a busy machine disturbs one or two
             found.append(misplaced(run_trial(engine, [1, 2, 3, 4], 3), PLANTED[plant], backend))
     assert "" in found, found
 
