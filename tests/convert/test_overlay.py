@@ -11,6 +11,8 @@ import pytest
 
 from k3mlx.checkpoint.manifest import MANIFEST, read_manifest
 from k3mlx.checkpoint.mlx_lm import open_checkpoint
+from k3mlx.checkpoint.overlay import RepackedExperts
+from k3mlx.config import load_config
 from k3mlx.errors import ModelFilesError
 from tests.checkpoint.damage import needs_links, rewrite
 
@@ -173,6 +175,22 @@ def test_a_repacked_expert_that_is_missing_is_named(source, tmp_path):
         "tensor 'model.layers.3.block_sparse_moe.experts.0.w1.weight_packed' is missing"
     )
     assert lines[-1].startswith("and ")
+
+
+@pytest.mark.parametrize(
+    ("stored", "found"),
+    [
+        (("U8", np.zeros((32, 31), np.uint8)), r"U8 \[32, 31\]"),
+        (("I32", np.zeros((32, 32), np.int32)), r"I32 \[32, 32\]"),
+    ],
+)
+def test_a_repacked_expert_of_another_kind_is_named(source, tmp_path, stored, found):
+    job(source, tmp_path, experts_to=tmp_path).run()
+    name = "model.layers.2.block_sparse_moe.experts.1.w1.weight_packed"
+    rewrite(tmp_path / "experts-00002.safetensors", lambda tensors: tensors.update({name: stored}))
+    files = sorted(path.name for path in tmp_path.glob("experts-*"))
+    with pytest.raises(ModelFilesError, match=rf"tensor '{name}' is {found}, expected U8 \[32, 32\]"):
+        RepackedExperts(tmp_path, load_config(tmp_path), files)
 
 
 def test_a_repacked_file_that_changed_is_named(source, tmp_path):
