@@ -77,6 +77,11 @@ class ModelConfig:
         """Width of an MLA query or key of one head: both parts together."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
+    @property
+    def moe_layers(self) -> range:
+        """The layers (0-based) with the mixture of experts."""
+        return range(self.first_k_dense_replace, self.num_hidden_layers)
+
     def is_moe(self, layer: int) -> bool:
         """Whether `layer` (0-based) has the mixture of experts instead of the dense MLP."""
         return layer >= self.first_k_dense_replace

@@ -72,8 +72,7 @@ class _Expected:
         self.mxfp4 = mxfp4
         self._dense = {spec.name: spec for spec in names.dense_specs(config)}
         parts = names.expert_parts(config, mxfp4)
-        moe = filter(config.is_moe, range(config.num_hidden_layers))
-        self._layers = {names.layer_prefix(layer).removesuffix(".") for layer in moe}
+        self._layers = {names.layer_prefix(layer).removesuffix(".") for layer in config.moe_layers}
         self._experts = {
             f"{e}.{part}": spec for e in range(config.num_experts) for part, spec in parts.items()
         }

@@ -136,7 +136,7 @@ class _Conversion:
             self._dense(spec, config)
             if spec.name not in self.plain:
                 self._derive(spec)
-        for layer in filter(config.is_moe, range(config.num_hidden_layers)):
+        for layer in config.moe_layers:
             self._experts(layer, config)
         layers = config.num_hidden_layers
         self._files.report_surplus(n for n in self._files.left if names.skip_reason(n, layers) is None)

@@ -127,7 +127,7 @@ def tensor_specs(config: "ModelConfig", mxfp4: bool) -> Iterator[TensorSpec]:
     """Every tensor of the text model, routed experts last, either in MXFP4 or as plain matrices."""
     yield from dense_specs(config)
     parts = expert_parts(config, mxfp4).values()
-    for layer in filter(config.is_moe, range(config.num_hidden_layers)):
+    for layer in config.moe_layers:
         for expert in range(config.num_experts):
             prefix = expert_prefix(layer, expert)
             for part in parts:

@@ -145,7 +145,7 @@ class RepackedExperts:
         self.stamps: Mapping[Path, FileStamp] = stamps
         self.mxfp4 = any(name.endswith(".weight_packed") for name in infos)
         self._parts = names.expert_parts(config, self.mxfp4)
-        for layer in filter(config.is_moe, range(config.num_hidden_layers)):
+        for layer in config.moe_layers:
             for expert in range(config.num_experts):
                 self._check(layer, expert, findings)
         findings.raise_if_any()

@@ -1,5 +1,6 @@
 """Reading JSON that may be anything: bounded, no duplicate keys, no other error than ModelFilesError."""
 
+import errno
 import json
 import os
 import reprlib
@@ -64,6 +65,11 @@ def read_bounded(path: Path, limit: int) -> bytes:
 def reason(error: Exception) -> str:
     """What went wrong, without the file name that an OSError repeats."""
     return getattr(error, "strerror", None) or str(error)
+
+
+def disk_is_full(error: OSError) -> bool:
+    """Whether a write failed for want of space, on the disk or in the user's quota."""
+    return error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,11 +6,10 @@ refused in a weight. The memory it takes is that of a block and of the scales of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from k3mlx.checkpoint.names import TensorSpec
 from k3mlx.checkpoint.quantized import rows_of
@@ -19,12 +18,11 @@ from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.errors import ModelFilesError
 
 from .affine import LARGEST, quantize
+from .files import Entry, Write
 from .formats import Format
 
 BLOCK = 1 << 20  # weights quantised at a time
 COPIED = 4 << 20  # bytes copied at a time
-
-Entry = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 
 class Planned(NamedTuple):
@@ -47,9 +45,7 @@ def dense_entries(checkpoint: Checkpoint, planned: Sequence[Planned]) -> Iterato
         yield f"{stem}.biases", "BF16", (rows, columns // form.group_size)
 
 
-def write_dense(
-    checkpoint: Checkpoint, planned: Sequence[Planned], write: Callable[[NDArray], None]
-) -> dict[str, float]:
+def write_dense(checkpoint: Checkpoint, planned: Sequence[Planned], write: Write) -> dict[str, float]:
     """Give the data of the tensors to `write`, in order; relative errors |W - W'| / |W| of those with codes.
 
     Raises ModelFilesError for a weight that is not finite or absurdly large.
@@ -65,9 +61,7 @@ def write_dense(
     return errors
 
 
-def _write_codes(
-    checkpoint: Checkpoint, info: TensorInfo, form: Format, write: Callable[[NDArray], None]
-) -> float:
+def _write_codes(checkpoint: Checkpoint, info: TensorInfo, form: Format, write: Write) -> float:
     scales, biases = [], []
     error = norm = 0.0
     for block in _blocks(info, BLOCK * info.nbytes // max(1, info.shape[0] * info.shape[1])):

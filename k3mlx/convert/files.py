@@ -6,6 +6,7 @@ Knows nothing of what is in them: a target says what it holds and gives its data
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,11 +22,11 @@ from k3mlx.checkpoint.safetensors import ITEMSIZES
 from k3mlx.checkpoint.writer import encode_header, replacing
 
 from . import folders
-from .dense import Entry
 
 ALIGN = 4096  # data start at a whole disk block
 READ = 8 << 20  # bytes hashed at a time
 
+Entry = tuple[str, str, tuple[int, ...]]  # a tensor: name, dtype, shape
 Write = Callable[[NDArray], None]
 
 
@@ -42,7 +43,7 @@ class Target(NamedTuple):
         """A file with these tensors (name, dtype, shape), end to end."""
         listed = list(entries)
         head = _aligned(encode_header(listed))
-        data = sum(int(np.prod(shape, dtype=object)) * ITEMSIZES[dtype] for _, dtype, shape in listed)
+        data = sum(math.prod(shape) * ITEMSIZES[dtype] for _, dtype, shape in listed)
         return cls(path, head, len(head) + data, produce)
 
     def identity(self) -> FileIdentity:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from k3mlx.checkpoint.untrusted import reason
+from k3mlx.checkpoint.untrusted import disk_is_full, reason
 from k3mlx.errors import K3Error, ResourceError, UsageError
 from k3mlx.memory import format_size
 
-_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _SPARE = 16 << 20  # bytes for the manifest, the vocabulary and what a file system keeps for itself
 
 
@@ -48,7 +46,7 @@ def reported(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if disk_is_full(error):
             raise ResourceError(
                 f"{path}: disk full; make room and run the same command again: it goes on with what is finished"
             ) from None

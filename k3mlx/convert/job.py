@@ -41,8 +41,8 @@ from .files import Target, Write, finished, write_all
 from .formats import Formats, dense_files
 from .repack import experts_entries, experts_files, write_experts
 
-COPIED = ("tiktoken.model", "*.json", "*.jinja", "LICENSE*", "NOTICE*")  # beside config and weights
-COPIED_MAX = 64 << 20  # bytes of such a file
+SMALL_FILES = ("tiktoken.model", "*.json", "*.jinja", "LICENSE*", "NOTICE*")  # beside config and weights
+SMALL_MAX = 64 << 20  # bytes of such a file
 Progress = Callable[[int, int], None]  # bytes written so far, bytes to write
 
 
@@ -151,12 +151,12 @@ class Job:
     def _copy_small_files(self) -> None:
         """Vocabulary and the like, as they are, and the configuration with a line on what was quantised."""
         skipped = {"config.json", "model.safetensors.index.json"}
-        for pattern in COPIED:
+        for pattern in SMALL_FILES:
             for path in sorted(self.source.glob(pattern)):
-                if path.name not in skipped and path.is_file() and path.stat().st_size <= COPIED_MAX:
+                if path.name not in skipped and path.is_file() and path.stat().st_size <= SMALL_MAX:
                     check_link(self.source, path)
                     with replacing(self.out / path.name) as file:
-                        file.write(read_bounded(path, COPIED_MAX))
+                        file.write(read_bounded(path, SMALL_MAX))
         path = self.source / "config.json"
         config: Any = parse_json(read_bounded(path, CONFIG_BYTES_MAX), str(path))
         bits, _ = Counter(self.formats.bits.values()).most_common(1)[0]

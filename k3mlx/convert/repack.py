@@ -6,7 +6,7 @@ released expert (17,547,264 bytes, a multiple of 4,096) is one aligned read. The
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,12 @@ from k3mlx.checkpoint.names import expert_prefix
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.config import ModelConfig
 
-from .dense import Entry
+from .files import Entry, Write
 
 
 def experts_files(config: ModelConfig) -> Iterator[tuple[str, int]]:
     """The files of a repacked model: name and layer."""
-    for layer in filter(config.is_moe, range(config.num_hidden_layers)):
+    for layer in config.moe_layers:
         yield f"experts-{layer:05d}.safetensors", layer
 
 
@@ -31,7 +31,7 @@ def experts_entries(checkpoint: Checkpoint, layer: int) -> Iterator[Entry]:
             yield expert_prefix(layer, expert) + part, info.dtype, info.shape
 
 
-def write_experts(checkpoint: Checkpoint, layer: int, write: Callable[[NDArray], None]) -> None:
+def write_experts(checkpoint: Checkpoint, layer: int, write: Write) -> None:
     """Give the data of a layer's experts to `write`, in order."""
     for expert in range(checkpoint.config.num_experts):
         stored: dict[str, NDArray] = {}

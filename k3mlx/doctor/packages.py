@@ -56,7 +56,7 @@ def look_at_packages() -> list[Package] | None:
     wanted = [requirement for requirement in map(Requirement, texts) if _applies(requirement)]
     return [
         _look_at_package(
-            r.name, str(r.specifier), r.specifier.contains, partial(import_module, _module(r.name))
+            r.name, str(r.specifier), r.specifier.contains, partial(import_module, r.name.replace("-", "_"))
         )
         for r in wanted
     ]
@@ -181,10 +181,6 @@ def _wrong(package: Package) -> str:
 def _applies(requirement: Any) -> bool:
     here = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     return bool(here) and requirement.name != "mlx"
-
-
-def _module(name: str) -> str:
-    return name.replace("-", "_")
 
 
 def _look_at_package(

@@ -5,14 +5,13 @@ Runs in any thread. Owns nothing between files.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from k3mlx.checkpoint.untrusted import reason
+from k3mlx.checkpoint.untrusted import disk_is_full, reason
 from k3mlx.errors import K3Error, ModelFilesError
 from k3mlx.memory import format_size
 
@@ -127,7 +126,7 @@ class Job(NamedTuple):
             raise Stopped
 
     def _unwritable(self, error: OSError, place: Place, file: RemoteFile) -> K3Error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if disk_is_full(error):
             missing = self.meter.total - self.meter.done
             return K3Error(
                 f"{place.root}: disk full at {file.name}; {format_size(missing)} ({missing} bytes) are still"

@@ -38,7 +38,7 @@ def measure(config: ModelConfig, weights: int) -> Host:
 def active_parameters(config: ModelConfig) -> int:
     """Weights that one token is multiplied with: everything but the embedding table and other experts."""
     dense = sum(math.prod(spec.shape) for spec in dense_specs(config) if "embed_tokens" not in spec.name)
-    moe = sum(map(config.is_moe, range(config.num_hidden_layers)))
+    moe = len(config.moe_layers)
     expert = 3 * config.moe_intermediate_size * config.routed_expert_hidden_size
     return dense + moe * config.num_experts_per_token * expert
 

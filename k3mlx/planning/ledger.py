@@ -39,7 +39,7 @@ def stored(config: ModelConfig) -> list[Row]:
         if not spec.name.startswith("model.layers."):
             outer[_group(spec.name, "")] += spec.nbytes
     rows += [Row(group, size, 1, size) for group, size in outer.items()]
-    moe = sum(map(config.is_moe, range(config.num_hidden_layers)))
+    moe = len(config.moe_layers)
     experts = config.num_experts * expert_bytes(config)
     return [*rows, Row(EXPERTS, experts, moe, moe * experts)]
 
@@ -51,8 +51,7 @@ def expert_bytes(config: ModelConfig) -> int:
 
 def token_bytes(config: ModelConfig) -> int:
     """Routed experts of one token in all layers."""
-    moe = sum(map(config.is_moe, range(config.num_hidden_layers)))
-    return moe * config.num_experts_per_token * expert_bytes(config)
+    return len(config.moe_layers) * config.num_experts_per_token * expert_bytes(config)
 
 
 def resident(checkpoint: Checkpoint) -> dict[str, int]:

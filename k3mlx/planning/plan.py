@@ -89,7 +89,7 @@ def case(
     except ResourceError:
         return Case(name, budget, smallest, None)
     config = checkpoint.config
-    moe = sum(map(config.is_moe, range(config.num_hidden_layers)))
+    moe = len(config.moe_layers)
     slots = plan.cache / needs.expert / moe if moe else 0.0
     hits = Range(*hit_rates(slots, config.num_experts))
     streamed = plan.dense_bytes_per_pass

@@ -261,6 +261,6 @@ def _needs(checkpoint: Checkpoint, size: int, dense: bool, context: int) -> Pair
 
 
 def _rank(config: ModelConfig, size: int, plan: MemoryPlan, expert: int, dense: int) -> Rank:
-    moe = sum(map(config.is_moe, range(config.num_hidden_layers)))
+    moe = len(config.moe_layers)
     slots = plan.cache / expert / moe if moe else 0.0
     return Rank(plan, slots, Range(*hit_rates(size * slots, config.num_experts)), dense)

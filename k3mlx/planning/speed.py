@@ -67,7 +67,7 @@ def prompt(
     share: of a layer's experts that this machine reads.
     """
     passes = [chunk] * (tokens // chunk) + ([tokens % chunk] if tokens % chunk else [])
-    moe = sum(map(config.is_moe, range(config.num_hidden_layers)))
+    moe = len(config.moe_layers)
     touched = sum(distinct(config, size) for size in passes)
     nbytes = share * moe * touched * expert_bytes(config) + len(passes) * dense_read
     return Range(

@@ -176,7 +176,7 @@ def test_small_files_beside_the_weights_are_copied(source, tmp_path, monkeypatch
     }
     for name, data in (files_there | {"big.json": b" " * 101, "notes.md": b"no"}).items():
         (folder / name).write_bytes(data)
-    monkeypatch.setattr(jobs, "COPIED_MAX", 100)
+    monkeypatch.setattr(jobs, "SMALL_MAX", 100)
     bits = dict.fromkeys(PARTS, 8) | {"head": 4, "embed": 16}
     Job(folder, tmp_path / "out", Formats(bits, 32)).run()
     names = {path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
