@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 import k3mlx
 from tests.text import BYTES, vocabulary_file
 from tests.tiny import random_config, write_random_model
+
+settings.register_profile("k3mlx", deadline=None)  # a busy machine is no failure
+settings.load_profile("k3mlx")
 
 
 @pytest.fixture(scope="session")
