@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import NamedTuple
 
-from k3mlx.checkpoint.names import KEPT_FLOAT32, TensorSpec, dense_specs, expert_parts, layer_specs
+from k3mlx.checkpoint.names import KEPT_FLOAT32, expert_parts
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.config import ModelConfig
-from k3mlx.convert.formats import PARTS, part_of
+from k3mlx.convert.formats import PARTS, dense_files, part_of
 from k3mlx.needs import size_in, size_in_codes, state_bytes
 
 EXPERTS = "routed experts"
@@ -26,19 +25,15 @@ class Row(NamedTuple):
 
 def stored(config: ModelConfig) -> list[Row]:
     """The text model as released, dense groups first, routed experts last."""
-    per_layer: dict[str, list[int]] = {}
-    for layer in range(config.num_hidden_layers):
+    found: dict[str, list[int]] = {}
+    outer, *layers = dense_files(config)
+    for _, kind, specs in (*layers, outer):
         sizes: Counter[str] = Counter()
-        for spec in layer_specs(config, layer):
-            sizes[_group(spec.name, config.layer_kinds[layer])] += spec.nbytes
+        for spec in specs:
+            sizes[_group(spec.name, kind)] += spec.nbytes
         for group, size in sizes.items():
-            per_layer.setdefault(group, []).append(size)
-    rows = [Row(group, max(sizes), len(sizes), sum(sizes)) for group, sizes in per_layer.items()]
-    outer: Counter[str] = Counter()
-    for spec in dense_specs(config):
-        if not spec.name.startswith("model.layers."):
-            outer[_group(spec.name, "")] += spec.nbytes
-    rows += [Row(group, size, 1, size) for group, size in outer.items()]
+            found.setdefault(group, []).append(size)
+    rows = [Row(group, max(sizes), len(sizes), sum(sizes)) for group, sizes in found.items()]
     moe = len(config.moe_layers)
     experts = config.num_experts * expert_bytes(config)
     return [*rows, Row(EXPERTS, experts, moe, moe * experts)]
@@ -58,21 +53,10 @@ def resident(checkpoint: Checkpoint) -> dict[str, int]:
     """Bytes in memory of each part that `k3mlx convert` has a format for, and of the rest, on a GPU with MLX."""
     size_of = size_in_codes(checkpoint, 2, size_in(2, KEPT_FLOAT32))
     sizes: Counter[str] = Counter()
-    for_each_dense(
-        checkpoint.config,
-        lambda spec, kind: sizes.update({part_of(spec.name, kind) or "kept": size_of(spec)}),
-    )
+    for _, kind, specs in dense_files(checkpoint.config):
+        for spec in specs:
+            sizes[part_of(spec.name, kind) or "kept"] += size_of(spec)
     return {part: sizes[part] for part in (*PARTS, "kept") if part in sizes}
-
-
-def for_each_dense(config: ModelConfig, visit: Callable[[TensorSpec, str], None]) -> None:
-    """Call `visit(spec, kind of its layer)` for every dense tensor; the kind is "" outside the layers."""
-    for spec in dense_specs(config):
-        if not spec.name.startswith("model.layers."):
-            visit(spec, "")
-    for layer, kind in enumerate(config.layer_kinds):
-        for spec in layer_specs(config, layer):
-            visit(spec, kind)
 
 
 def session(config: ModelConfig, context: int) -> dict[str, int]:
