@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from k3mlx.config import ModelConfig
 
 
+RENAME = "rename that file"  # at the end of a finding: nothing need be fetched
+
+
 class Census(NamedTuple):
     """What a complete snapshot holds: the text model's tensors by name (prefix stripped), and its files."""
 
@@ -230,7 +233,7 @@ class _Count:
                 continue  # nobody asked for it
             for shard in self._missing:
                 if stored.keys() >= set(self._named[shard]):
-                    found.setdefault(shard, f" (its tensors are in {shown(path.name)}: rename that file)")
+                    found.setdefault(shard, f" (its tensors are in {shown(path.name)}: {RENAME})")
         return found
 
     def _report_misplaced(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from k3mlx.checkpoint.census import RENAME
 from k3mlx.checkpoint.layout import check_link
 from k3mlx.checkpoint.manifest import is_overlay, read_manifest
 from k3mlx.checkpoint.mlx_lm import open_checkpoint
@@ -105,7 +106,8 @@ def check_census(
             yield fatal("overlay", line, commands.remake)
         else:
             lacking = any(words in line for words in ("shard missing", ": missing, ", ": truncated"))
-            yield fatal("census", line, commands.fetch if lacking else commands.verify)
+            command = commands.fetch if lacking else commands.verify
+            yield fatal("census", line, f"{RENAME}, or fetch it: {command}" if RENAME in line else command)
 
 
 def check_model(error: K3Error) -> Finding:

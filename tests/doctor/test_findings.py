@@ -140,7 +140,7 @@ def test_missing_damaged_and_absent_have_their_commands(tmp_path: Path) -> None:
     third.write_bytes(third.read_bytes()[:-1])
     shard(folder, 1).rename(folder / "model-00009-of-000003.safetensors")
     lines = census(folder)
-    assert {line.remedy for line in lines} == {FETCH}
+    assert [line.remedy for line in lines] == [FETCH, f"rename that file, or fetch it: {FETCH}"]
     text = "\n".join(line.text for line in lines)
     assert "model-00001-of-000003.safetensors: shard missing" in text
     assert "its tensors are in 'model-00009-of-000003.safetensors': rename that file" in text
