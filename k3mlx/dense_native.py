@@ -16,8 +16,8 @@ from .checkpoint.quantized import QuantizedInfo
 from .checkpoint.safetensors import TensorInfo
 from .checkpoint.snapshot import Checkpoint
 from .config import ModelConfig
-from .errors import ResourceError, UsageError
-from .experts.native import verified_kernels
+from .errors import UsageError
+from .experts.native import choose_kernels
 from .kernels.cpu import CpuKernels
 from .kernels.cpu_linear import Linear
 from .kernels.cpu_matrix import Matrix
@@ -45,12 +45,8 @@ def choose_dense(
         return None, None
     if kernel == "auto" and hidden_size <= SMALL_HIDDEN:
         return None, None
-    try:
-        return verified_kernels(threads), None
-    except ResourceError as error:
-        if kernel == "native":
-            raise
-        return None, f"dense weights widened, on numpy: {error}"
+    kernels, why = choose_kernels(kernel, threads)
+    return kernels, why and f"dense weights widened, on numpy: {why}"
 
 
 def stored_format(checkpoint: Checkpoint, spec: TensorSpec) -> str | None:
