@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+import k3mlx
+
 ROOT = Path(__file__).resolve().parents[1]
+NANO = Path(k3mlx.__file__).parent / "models" / "k3-nano"  # the small model of the package
 TEST_DATA = Path(os.environ.get("K3MLX_TEST_DATA", ROOT.parent / "shared")).resolve()
 DATA = TEST_DATA / "data"
 GOLDEN = TEST_DATA / "golden"

@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pytest
 
-import k3mlx
 from k3mlx.checkpoint.resume import download_command
 from k3mlx.cli import main
 from k3mlx.cli.download import DownloadProgress
 from k3mlx.download import Meter
 from k3mlx.download.places import bytes_of
 from tests.hub_server import COMMIT, Cut, HubServer, Status, sha256
+from tests.paths import NANO
 
-NANO = Path(k3mlx.__file__).parent / "models" / "k3-nano"
 SHARD = "model-00003-of-000004.safetensors"
 LIMIT = 16 << 16  # bytes of the shard that are sent before a pause
 

@@ -7,13 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import k3mlx
 from k3mlx.checkpoint.manifest import MANIFEST
 from k3mlx.convert.formats import PARTS, Formats
 from k3mlx.convert.job import Job
 from tests.tiny import random_config, write_random_model
 
-NANO = Path(k3mlx.__file__).parent / "models" / "k3-nano"
 SIZES = {
     "num_hidden_layers": 4, "hidden_size": 96, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "v_head_dim": 16, "num_attention_heads": 3, "intermediate_size": 160, "routed_expert_hidden_size": 64,

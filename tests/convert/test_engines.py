@@ -17,10 +17,11 @@ from k3mlx.governor import plan_memory
 from k3mlx.needs import backend_needs
 from k3mlx.reference.model import Hooks
 from k3mlx.tokenizer import Tokenizer
+from tests.paths import NANO
 from tests.test_nano import PROMPTS, segments
 from tests.tiny import write_model
 
-from .conftest import NANO, job
+from .conftest import job
 
 IDS = [1, 5, 2, 9, 3, 7, 11, 20, 23, 30, 13, 4, 8]
 DECODED = [6, 2, 17]

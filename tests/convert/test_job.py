@@ -28,8 +28,9 @@ from k3mlx.convert.formats import PARTS, Formats
 from k3mlx.convert.job import Job
 from k3mlx.errors import K3Error, ModelFilesError, ResourceError, UsageError
 from tests.checkpoint.damage import edit_index, needs_links, rewrite
+from tests.paths import NANO
 
-from .conftest import NANO, contents, job
+from .conftest import contents, job
 
 
 def test_bytes_do_not_depend_on_workers(source, overlay, tmp_path):

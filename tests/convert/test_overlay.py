@@ -134,6 +134,7 @@ NORM = "model.layers.1.input_layernorm.weight"
             lambda t: t.update({"model.norm.weight": ("BF16", np.zeros(96, np.uint16))}),
             "'model.norm.weight' is also in dense-outer.safetensors",
         ),
+        (lambda t: t.update(x=("U8", np.zeros(3, np.uint8))), "tensor 'x' is surplus"),
         (lambda t: t.pop(NORM), f"tensor '{NORM}' is missing"),
     ],
 )

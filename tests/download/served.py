@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-import k3mlx
 from k3mlx.download import Patience, Request, Result, download
 from k3mlx.download.places import STATE
 from k3mlx.errors import K3Error
 from tests.hub_server import HubServer, sha256
 
-NANO = Path(k3mlx.__file__).parent / "models" / "k3-nano"
 QUICK = Patience(timeout=5.0, attempts=3, first_wait=0.01, longest_wait=0.02)
 ONCE = replace(QUICK, attempts=1)
 SHARD, OTHER, VISION = (f"model-0000{n}-of-000003.safetensors" for n in (1, 2, 3))

@@ -12,8 +12,9 @@ import k3mlx
 from k3mlx.download import Meter, Request, download
 from k3mlx.errors import K3Error, ModelFilesError, ResourceError
 from tests.hub_server import Cut, HubServer
+from tests.paths import NANO
 
-from .served import CUT, NANO, ONCE, OTHER, SHARD, SIZE, VISION, check_files, failure, part, run
+from .served import CUT, ONCE, OTHER, SHARD, SIZE, VISION, check_files, failure, part, run
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -9,8 +9,9 @@ import k3mlx
 from k3mlx.checkpoint.hub import resolve
 from k3mlx.download import Request, download
 from tests.hub_server import COMMIT, HubServer
+from tests.paths import NANO
 
-from .served import NANO, OTHER, QUICK, SHARD, SIZE, VISION, check_files, needs_links, run
+from .served import OTHER, QUICK, SHARD, SIZE, VISION, check_files, needs_links, run
 
 
 def test_fresh_into_a_folder(server: HubServer, request_: Request) -> None:
