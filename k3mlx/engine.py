@@ -122,8 +122,7 @@ def load(
         )
         part = Part.of(checkpoint, team.rank, team.size) if team is not None and dense_parallel else None
         needs = backend_needs(choice, checkpoint, dtype, as_stored=dense is not None, part=part)
-        needs = replace(needs, state=needs.state + parse_size(session_memory, "session_memory"))
-        ranks = None
+        kept, ranks = parse_size(session_memory, "session_memory"), None
         if team is not None:
             from .ranks.follow import follow, lead
 
@@ -134,9 +133,9 @@ def load(
                     experts_device, experts_kernel, cpu_threads,
                 )  # fmt: skip
                 raise SystemExit(0)
-        plan = plan_memory(needs, limit, budget, step)
+        plan = plan_memory(replace(needs, state=needs.state + kept), limit, budget, step)
         if team is not None:
-            ranks = lead(team, checkpoint, choice, plan.chunk, computed_in, part)
+            ranks = lead(team, checkpoint, choice, plan.chunk, kept, computed_in, part)
         made = make_backend(
             choice, checkpoint, dtype, budget, experts_device, experts_kernel, cpu_threads, streaming, plan,
             ranks=ranks, dense=dense,

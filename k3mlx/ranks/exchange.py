@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +19,7 @@ from k3mlx.errors import K3Error
 
 Evaluate = Callable[[list[mx.array]], None]  # waits for arrays, under a deadline
 Floats = NDArray[np.float32]
+GRACE_SECONDS = 1.0  # after a failure, in which the links end the process with the name of the rank that is lost
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Exchange:
         try:
             evaluate([everybody])
         except RuntimeError as error:
+            sleep(GRACE_SECONDS)
             raise K3Error(f"an exchange between the ranks failed: {error}") from None
         self.traffic.seconds += perf_counter() - started
         return np.array(everybody)

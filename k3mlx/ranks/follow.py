@@ -81,11 +81,18 @@ def _dense_sample(checkpoint: Checkpoint) -> str:
 
 
 def lead(
-    team: Team, checkpoint: Checkpoint, choice: Choice, chunk: int, dtype: str, part: Part | None
+    team: Team,
+    checkpoint: Checkpoint,
+    choice: Choice,
+    chunk: int,
+    sessions: int,
+    dtype: str,
+    part: Part | None,
 ) -> Lead:
-    """Rank 0's view of the others, when they have all opened the same model. `chunk`: tokens of a pass at most."""
+    """Rank 0's view of the others, when they have all opened the same model. chunk: tokens of a pass at most; sessions:
+    bytes set aside for those that are kept."""
     _check(choice)
-    team.agree(facts(checkpoint, dtype, part), chunk)
+    team.agree(facts(checkpoint, dtype, part), {"chunk": chunk, "sessions": sessions})
     return Lead(team) if part is None else SplitLead(team, part, checkpoint.config)
 
 
@@ -105,8 +112,9 @@ def follow(
 ) -> None:
     """Serve rank 0 until it is done. Arguments as `k3mlx.load` has understood them."""
     _check(choice)
-    chunk = team.agree(facts(checkpoint, dtype, part))
-    plan = plan_memory(experts_only(needs) if part is None else needs, memory, expert_cache, chunk)
+    settings = team.agree(facts(checkpoint, dtype, part))
+    needs = experts_only(needs) if part is None else replace(needs, state=needs.state + settings["sessions"])
+    plan = plan_memory(needs, memory, expert_cache, settings["chunk"])
     follower = Follower(
         team, checkpoint, choice, plan, streaming, dtype, part, experts_device, experts_kernel, threads
     )

@@ -70,14 +70,14 @@ class Team:
             link.send({"error": str(error) or type(error).__name__})
             link.close()
 
-    def agree(self, facts: Mapping[str, str], chunk: int = 0) -> int:
-        """Compare what every rank has opened with rank 0's; returns rank 0's `chunk`, the most tokens of a layer.
+    def agree(self, facts: Mapping[str, str], settings: Message | None = None) -> Message:
+        """Compare what every rank has opened with rank 0's; returns rank 0's `settings`, which the others go by.
 
         Raises K3Error, on every rank, when they differ.
         """
         if self.rank:
             self.links[0].send({"op": "facts", **facts})
-            return int(self.links[0].receive(ANSWER_SECONDS)["chunk"])
+            return self.links[0].receive(ANSWER_SECONDS)
         answers = [link.receive(ANSWER_SECONDS) for link in self.links]
         wrong = [
             f"rank {link.peer} has {name} {answer.get(name)}, rank 0 has {value}"
@@ -86,9 +86,9 @@ class Team:
             if answer.get(name) != value
         ]
         if wrong:
-            raise K3Error(f"{wrong[0]}: give every rank the same model and version of k3mlx")
-        self.tell({"op": "agreed", "chunk": chunk})
-        return chunk
+            raise K3Error(f"{wrong[0]}: give every rank the same model, options and version of k3mlx")
+        self.tell({"op": "agreed", **(settings or {})})
+        return settings or {}
 
     def tell(self, message: Message) -> None:
         """A message to every link."""

@@ -6,6 +6,7 @@ then steps), `sessions SAVED` (points come back to, saved, read again), or `deco
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,7 +14,10 @@ import numpy as np
 
 import k3mlx
 from k3mlx.engine import Cancelled
+from k3mlx.experts.store import ExpertStore
 from tests.model.conversations import PROMPTS, greedy_answers
+
+KEPT = 5 << 20  # bytes for sessions, which only rank 0 is told
 
 
 def conversations(engine, out):
@@ -32,7 +36,7 @@ def logits(engine, out, ids, split):
 def golden(engine, out):
     session = engine.session()
     session.feed(range(1, 9))
-    rows = [session.feed([id]) for id in range(9, 30)]
+    rows = [session.feed([id]) for id in range(9, 20)]
     np.save(out.with_suffix(".npy"), np.array(rows))
     out.write_text(json.dumps({"report": engine.report()}))
 
@@ -65,10 +69,24 @@ def decode(engine, out, count):
         out.write_text(json.dumps({"steps": step + 1}))
 
 
+def note_reads(out):
+    """Keep in OUT.reads.RANK which experts this rank has read."""
+    target, read, fill = out.with_suffix(f".reads.{os.environ['MLX_RANK']}"), set(), ExpertStore._fill
+
+    def noted(store, entry, job):
+        read.add(entry.key)
+        target.write_text(json.dumps(sorted(read)))
+        fill(store, entry, job)
+
+    ExpertStore._fill = noted
+
+
 def main(out, folder, dense, action, *arguments):
+    if action == "logits":
+        note_reads(Path(out))
     folder = None if folder == "-" else folder
     options = {"device": "cpu", "dtype": "float32", "expert_cache": 0, "dense_parallel": dense == "split"}
-    with k3mlx.load(folder, **options) as engine:
+    with k3mlx.load(folder, **options, session_memory=KEPT if os.environ["MLX_RANK"] == "0" else 0) as engine:
         actions = (conversations, golden, logits, sessions, decode)
         {each.__name__: each for each in actions}[action](engine, Path(out), *arguments)
 
