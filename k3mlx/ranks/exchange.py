@@ -19,7 +19,9 @@ from k3mlx.errors import K3Error
 
 Evaluate = Callable[[list[mx.array]], None]  # waits for arrays, under a deadline
 Floats = NDArray[np.float32]
-GRACE_SECONDS = 1.0  # after a failure, in which the links end the process with the name of the rank that is lost
+GRACE_SECONDS = (
+    1.0  # after a failure, in which the links end the process with the name of the rank that is lost
+)
 
 
 @dataclass
