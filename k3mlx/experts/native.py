@@ -52,14 +52,12 @@ class NativeExperts(NumpyExperts):
         """Each group of experts at once. Apart, an expert's output goes to a row of its own for each token and
         the rows are summed at the end; otherwise the experts come in the order of ids and add up as they come."""
         tokens_count, chosen = ids.shape
-        rank = np.argsort(np.argsort(ids, axis=1), axis=1)  # of each chosen expert among its token's
+        places = _places(ids, weights)
         rows_count = tokens_count * chosen if apart else tokens_count
         out = np.zeros((rows_count, x.shape[1]), np.float32)
         beta, linear_beta = self._config.activation_situ_beta, self._config.activation_situ_linear_beta
         for group in request.groups(GROUP):
-            tokens, slots = zip(*(np.nonzero(ids == held.expert) for held in group), strict=True)
-            rows = [rank[t, s] * tokens_count + t for t, s in zip(tokens, slots, strict=True)]
-            factors = [weights[t, s] for t, s in zip(tokens, slots, strict=True)]
+            tokens, rows, factors = zip(*(places(held.expert) for held in group), strict=True)
             try:
                 self._kernels.experts_mix(
                     x, [self._recorded(held) for held in group], tokens, factors, beta, linear_beta,
@@ -81,6 +79,24 @@ class NativeExperts(NumpyExperts):
         if found is None:
             found = self._records[held] = _records(held)
         return found
+
+
+def _places(
+    ids: NDArray[np.intp], weights: Array
+) -> Callable[[int], tuple[NDArray[np.intp], NDArray[np.intp], Array]]:
+    """For an expert of ids [T, k]: its tokens, rows rank * T + token, rank among the token's experts, and weights."""
+    rank = np.argsort(np.argsort(ids, axis=1), axis=1)
+    order = np.argsort(ids, axis=None, kind="stable")  # by expert, each one's tokens by rising number
+    found, token = ids.ravel()[order], order // ids.shape[1]
+    row, weight = rank.ravel()[order] * len(ids) + token, weights.ravel()[order]
+    first, last = (found.searchsorted(found, side=side).tolist() for side in ("left", "right"))
+    bounds = dict(zip(found.tolist(), zip(first, last, strict=True), strict=True))
+
+    def of(expert: int) -> tuple[NDArray[np.intp], NDArray[np.intp], Array]:
+        start, stop = bounds.get(expert, (0, 0))
+        return token[start:stop], row[start:stop], weight[start:stop]
+
+    return of
 
 
 def _records(held: Held) -> ExpertRecords:

@@ -141,12 +141,13 @@ class CpuKernels:
         described = [e if isinstance(e, ExpertRecords) else ExpertRecords.of(e) for e in experts]
         records = stack_experts(described, x.shape[1])  # [experts, 3]
         start = np.zeros(len(tokens) + 1, np.int64)
-        np.cumsum([len(t) for t in tokens], out=start[1:])
+        counts = [len(t) for t in tokens]
+        np.cumsum(counts, out=start[1:])
         if start[-1] == 0:
             return out
-        token, row = _flat(tokens, start, len(x), "tokens"), _flat(rows, start, len(out), "rows")
+        token, row = _flat(tokens, counts, len(x), "tokens"), _flat(rows, counts, len(out), "rows")
         weight = np.concatenate(weights).astype(np.float32, copy=False)
-        if [len(w) for w in weights] != [len(t) for t in tokens]:
+        if [len(w) for w in weights] != counts:
             raise UsageError("an expert has not as many weights as tokens")
         x = _in_order(x)
         inner = int(records["cols"][0, 1])
@@ -218,10 +219,10 @@ def _batches(start: NDArray[np.int64], limit: int) -> list[tuple[int, int, NDArr
 
 
 def _flat(
-    lists: Sequence[NDArray[np.integer]], start: NDArray[np.int64], limit: int, name: str
+    lists: Sequence[NDArray[np.integer]], counts: Sequence[int], limit: int, name: str
 ) -> NDArray[np.int64]:
-    """The numbers of all experts in one array, checked: as many as start says, each below limit."""
-    if [len(numbers) for numbers in lists] != np.diff(start).tolist():
+    """The numbers of all experts in one array, checked: as many of each as counts says, each below limit."""
+    if [len(numbers) for numbers in lists] != counts:
         raise UsageError(f"an expert has not as many {name} as tokens")
     flat = np.concatenate(lists).astype(np.int64, copy=False)
     if flat.min() < 0 or flat.max() >= limit:
