@@ -302,7 +302,7 @@ def test_killed_and_gone_on_with(source, overlay, tmp_path):
     runs, moments = 0, random.Random(1)
     while True:
         out = tmp_path / str(runs)
-        cut = killed(source, out, 1.5, moments)
+        cut = killed(source, out, 1.5, moments, 4)
         assert contents(out) == contents(overlay)
         if cut:
             break
