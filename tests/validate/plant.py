@@ -128,6 +128,16 @@ def no_shared_experts(original, self, x, layer, w, *rest):
     return original(self, x, layer, w, *rest) - self._mlp(x, w, no_probe, "shared_experts.")
 
 
+def no_shared_experts_mlx(original, self, x, layer, *rest):
+    from k3mlx.stages import no_probe
+
+    return original(self, x, layer, *rest) - self.shared_experts(x, layer, no_probe)
+
+
+def heavier(original, ids, weights):
+    return original(ids, weights * 1.1)
+
+
 def ungated(original, *arguments):
     x = original(*arguments)
     return 1 - x
@@ -177,6 +187,8 @@ MLX = [
     (MLA, Fault("moe.weights", _PLAIN, "select_topk", biased_weights)),
     (KDA, Fault("moe.shared.activated", f"{_M}.ops", "situ", other_beta, 0)),
     (MLA, Fault("moe.mixed", f"{_M}.moe", "situ_mlp", up_for_gate)),
-    (KDA, Fault("mlp", f"{_M}.model.MlxModel", "_moe", no_shared_experts)),
+    (KDA, Fault("mlp", f"{_M}.model.MlxModel", "_moe", no_shared_experts_mlx)),
     (HEAD, Fault("final_norm", _PLAIN, "attn_res_mix", second_scaled)),
 ]
+
+NATIVE = [(MLA, Fault("moe.mixed", "k3mlx.experts.native", "_places", heavier))]  # of both backends

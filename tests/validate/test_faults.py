@@ -5,20 +5,25 @@ from pkgutil import resolve_name
 import numpy as np
 import pytest
 
+from k3mlx.errors import ResourceError
+from k3mlx.kernels.cpu import load_cpu_kernels
 from k3mlx.validate import parse_spec, validate
 from k3mlx.validate.path import REFERENCE, open_path
 from tests.tiny import config_dict, write_random_model
 
-from .plant import HEAD, MLX, NUMPY, Planted
+from .plant import HEAD, MLX, NATIVE, NUMPY, Planted
 
 TOKENS = 14
 PATHS = {
     "numpy": "numpy,dtype=float32,experts_kernel=numpy",
-    "mlx": "mlx,device=cpu,dtype=float32",
+    "mlx": "mlx,device=cpu,dtype=float32,experts_kernel=stream",
+    "numpy native": "numpy,dtype=float32,experts_kernel=native",
+    "mlx native": "mlx,device=cpu,dtype=float32,experts_kernel=native",
     "mlx-bfloat16": "mlx,device=cpu,dtype=bfloat16",
 }
 CASES = [("numpy", *case) for case in NUMPY] + [("mlx", *case) for case in MLX]
 CASES += [("mlx-bfloat16", *case) for case in MLX[::4]]
+CASES += [(name, *case) for name in ("numpy native", "mlx native") for case in NATIVE]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +37,11 @@ def paths(folder, request):
     opened = []
 
     def open_both(name):
+        if "native" in name:
+            try:
+                load_cpu_kernels()
+            except ResourceError as error:
+                pytest.skip(str(error))
         for spec in (REFERENCE, parse_spec(PATHS[name])):
             opened.append(open_path(spec, str(folder))[0])
         return opened
