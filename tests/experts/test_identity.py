@@ -1,6 +1,7 @@
 """Streaming never changes a bit: budgets, policies, threads, direct reads, overlap, lookahead, warm start.
 
-On numpy, and on MLX with experts in C and on streams, each against itself. `pytest -m slow` runs all combinations.
+On numpy, and on MLX with experts in C and on streams, each against itself. On MLX each value of each option at least
+once; `pytest -m slow` runs all combinations.
 """
 
 import itertools
@@ -51,7 +52,15 @@ def assert_identical(got, expected):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.fixture(scope="module", params=["numpy", "mlx", "mlx stream"])
+ON_MLX = ("mlx", "mlx stream")
+
+
+def on_each(everything, few):
+    """Cases for numpy, which is fast, and fewer for the ways of MLX, as parameters that begin with the backend."""
+    return [("numpy", *case) for case in everything] + [(name, *case) for name in ON_MLX for case in few]
+
+
+@pytest.fixture(scope="module", params=["numpy", *ON_MLX])
 def backend(request):
     if request.param != "numpy":
         pytest.importorskip("mlx.core", reason="mlx is not installed")
@@ -69,8 +78,14 @@ def payload(streaming_folder):
         return engine.backend.store.payload
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("slots", [0, 3, 4, 14, 27], ids=lambda n: f"{n} slots")
+@pytest.mark.parametrize(
+    ("backend", "slots", "policy"),
+    on_each(
+        itertools.product([0, 3, 4, 14, 27], POLICIES),
+        [(0, "s3fifo"), (3, "lru"), (4, "decayed"), (14, "lru"), (27, "decayed")],
+    ),
+    indirect=["backend"],
+)
 def test_budgets_and_policies(streaming_folder, backend, expected, payload, slots, policy):
     got, report = outputs(streaming_folder, backend, expert_cache=slots * payload, cache_policy=policy)
     assert_identical(got, expected)
@@ -79,9 +94,14 @@ def test_budgets_and_policies(streaming_folder, backend, expected, payload, slot
 
 
 @pytest.mark.parametrize(
-    ("threads", "direct", "pipe", "lookahead"),
-    [*itertools.product([1, 2, 8], ["on", "off"], ["on", "off"], ["off"]),
-     *itertools.product([1, 8], ["on"], ["on"], ["auto", 2, 9])],
+    ("backend", "threads", "direct", "pipe", "lookahead"),
+    on_each(
+        [*itertools.product([1, 2, 8], ["on", "off"], ["on", "off"], ["off"]),
+         *itertools.product([1, 8], ["on"], ["on"], ["auto", 2, 9])],
+        [(1, "on", "off", "off"), (2, "off", "on", "off"), (8, "on", "on", "off"), (8, "on", "on", "auto"),
+         (1, "on", "on", 2), (8, "on", "on", 9)],
+    ),
+    indirect=["backend"],
 )  # fmt: skip
 def test_threads_direct_reads_overlap_and_lookahead(
     streaming_folder, backend, expected, payload, threads, direct, pipe, lookahead
