@@ -134,7 +134,8 @@ class RanksOutlook:
 BASIS = (
     "a layer waits for the rank with most of a token's experts (uniform routing); a rank's hit rate is that of its"
     " share of a cache of all ranks' size; time outside reads is rank 0's, undivided, with --dense-parallel between"
-    " that and its share; no message is hidden behind work; every rank is the same machine, with a disk of its own"
+    " that and its share; no message is hidden behind work; every rank is the same machine, with all shards of"
+    " the text model on a disk of its own, as a released shard holds a whole layer and each rank a part of every layer"
 )
 
 

@@ -1,9 +1,12 @@
 """Dense weights split over ranks: what each reads, sessions whose states are on all of them, the same bits."""
 
+import json
 import runpy
 import signal
+import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +20,10 @@ from k3mlx.dense import stored_sizes
 from k3mlx.errors import UsageError
 from k3mlx.ranks.part import Part
 from tests.model.test_reference import GOLDEN_RUN, check
-from tests.paths import needs_golden
+from tests.paths import ROOT, needs_golden
 from tests.tiny import random_config, write_random_model
 
-from .launch import Ranks
+from .launch import LIMIT, Ranks
 from .run import KEPT
 from .run import sessions as sessions_on
 from .test_ranks import ends
@@ -195,6 +198,37 @@ def test_golden_logits(tmp_path, golden_folder, size, dense):
     check("logits against float64", got[0], rows[0][0], 1e-4)
     check("steps against float64", got, rows[0], max(1e-4, 3 * float(np.abs(rows[1] - rows[0]).max())))
     np.testing.assert_array_equal(got.argmax(axis=1), rows[1].argmax(axis=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--dense-parallel",)])
+def test_generate_as_the_readme_has_it(tmp_path, more):
+    """Under `mlx.launch`: rank 0 alone prints, the text is that of one process, an old prompt is gone on with."""
+    launch = Path(sys.executable).with_name("mlx.launch")
+    if not launch.exists():
+        pytest.skip(f"{launch} is not there: it comes with mlx")
+
+    def generate(name, before, after):
+        command = (
+            "-m", "k3mlx", "generate", "-p", "What is 12 plus 30?", "--max-tokens", "16", "--device", "cpu",
+            "--backend", "mlx", "--prompt-cache-file", str(tmp_path / f"{name}.cache"), "--json", str(tmp_path / name),
+        )  # fmt: skip
+        done = subprocess.run(
+            [*before, sys.executable, *command, *after],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads((tmp_path / name).read_text()), done.stdout
+
+    alone, printed = generate("alone", (), ())
+    spread, together = generate("ranks", (str(launch), "-n", "2", "--"), more)
+    assert spread["ids"] == alone["ids"]
+    assert [row["rank"] for row in spread["report"]["ranks"]] == [0, 1]
+    assert together.strip() == printed.strip()
+    assert (tmp_path / "ranks.cache").exists()
 
 
 @pytest.mark.slow
