@@ -236,7 +236,8 @@ class Follower:
         for left in reversed(range(REDO_TIMES)):
             self._room.begin()
             try:
-                return work()
+                with mx.stream(self._room.stream):  # another one after a fallback
+                    return work()
             except (RuntimeError, ValueError) as error:
                 if not left:
                     raise
