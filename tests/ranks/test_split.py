@@ -17,7 +17,9 @@ from k3mlx.checkpoint.names import dense_specs
 from k3mlx.convert.formats import PARTS, Formats
 from k3mlx.convert.job import Job
 from k3mlx.dense import stored_sizes
+from k3mlx.devices import choose
 from k3mlx.errors import UsageError
+from k3mlx.needs import backend_needs
 from k3mlx.ranks.part import Part
 from tests.model.test_reference import GOLDEN_RUN, check
 from tests.paths import ROOT, needs_golden
@@ -149,9 +151,14 @@ def test_sessions(tmp_path, either, size):
             expected[-2],
             1e-4,
         )
+    choice = choose("mlx", "cpu")
+    with open_checkpoint(either) as checkpoint:
+        parts = [Part.of(checkpoint, rank, size) for rank in range(size)]
+        states = [backend_needs(choice, checkpoint, "float32", part=part).state for part in parts]
+    assert report["memory"]["state"] == states[0] + KEPT
     for row in report["ranks"][1:]:
         assert 2 <= row["states"] <= 6, "states of sessions that are gone are dropped"
-        assert KEPT < row["memory"]["state"] < 2 * KEPT, "room for kept sessions is on every rank"
+        assert row["memory"]["state"] == states[row["rank"]] + KEPT, "room for kept sessions is on every rank"
 
 
 @pytest.mark.slow
