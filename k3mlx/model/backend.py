@@ -116,7 +116,8 @@ class MlxBackend:
         self.model: MlxModel | None = model
         self._formats = model.formats() | {"experts": _expert_format(checkpoint)}
         self._formats = {part: form for part, form in self._formats.items() if part in _parts(checkpoint)}
-        self.notes = (*gated, *notes, *([] if why is None else [why]), *self._slow_formats())
+        spread = [] if ranks is None else [ranks.describe()]
+        self.notes = (*spread, *gated, *notes, *([] if why is None else [why]), *self._slow_formats())
 
     @property
     def device(self) -> str:

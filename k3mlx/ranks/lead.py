@@ -101,6 +101,11 @@ class Lead(Alone):
         self._asking = threading.Lock()
         self._last: list[dict[str, Any]] = []
 
+    def describe(self) -> str:
+        """A line on what is spread how far."""
+        dense = "all dense weights on rank 0" if self.part is None else "dense weights split over them"
+        return f"{self.team.size} ranks: routed experts spread over them, {dense}"
+
     def own(self, layer: int, experts: Sequence[int]) -> list[int]:
         return own(layer, experts, 0, self.team.size)
 

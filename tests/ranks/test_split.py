@@ -228,13 +228,15 @@ def test_generate_as_the_readme_has_it(tmp_path, more):
             timeout=LIMIT,
         )
         assert done.returncode == 0, done.stderr
-        return json.loads((tmp_path / name).read_text()), done.stdout
+        return json.loads((tmp_path / name).read_text()), done.stdout, done.stderr
 
-    alone, printed = generate("alone", (), ())
-    spread, together = generate("ranks", (str(launch), "-n", "2", "--"), more)
+    alone, printed, _ = generate("alone", (), ())
+    spread, together, said = generate("ranks", (str(launch), "-n", "2", "--"), more)
     assert spread["ids"] == alone["ids"]
     assert [row["rank"] for row in spread["report"]["ranks"]] == [0, 1]
     assert together.strip() == printed.strip()
+    assert said.count("2 ranks: routed experts spread over them") == 1
+    assert f"dense weights {'split over them' if more else 'on rank 0'}" in said
     assert (tmp_path / "ranks.cache").exists()
 
 
