@@ -158,8 +158,8 @@ class MlxBackend:
 
     def runtime_report(self) -> dict[str, Any]:
         """Versions, whether products may use 10-bit mantissas, time in which the host waited for evaluations, with
-        that in the C kernels too, MLX's own memory; `device` of the reports is where the dense parts run at the end, `first_device` where
-        they began."""
+        that in the C kernels too, MLX's own memory; `device` of the reports is where the dense parts run at the end,
+        `first_device` where they began."""
         return {
             "mlx": version("mlx"),
             "tf32": os.environ.get(TF32) != "0",
