@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k3mlx.kernels.cpu import CpuKernels, load_cpu_kernels
-from k3mlx.kernels.cpu_matrix import Matrix
+from k3mlx.kernels.cpu_matrix import ExpertRecords, Matrix
 
 LATENT, INNER = 3584, 3072  # the routed experts of Kimi K3
 DENSE_IN, DENSE_OUT = 7168, 3072  # a slice of its attention projections
@@ -117,7 +117,7 @@ def _expert_cases(kernels: CpuKernels, rng: np.random.Generator, tokens: Sequenc
     shapes = ((INNER, LATENT), (LATENT, INNER), (INNER, LATENT))
     size = sum(rows * cols * 17 // 32 for rows, cols in shapes)
     experts = [
-        tuple(array for shape in shapes for array in _random_mxfp4(rng, *shape))
+        ExpertRecords.of([Matrix.mxfp4(*_random_mxfp4(rng, *shape)) for shape in shapes])
         for _ in range(WORKING_SET // size)
     ]
     cases = []

@@ -51,7 +51,7 @@ typedef struct {
 
 enum { KEEP_BYTES = 8 << 20 }; /* larger buffers are given back at the end of a call */
 
-static buffer scratch[K3_MAX_THREADS], packed_buffer, inner_buffer, pointer_buffer;
+static buffer scratch[K3_MAX_THREADS], packed_buffer, inner_buffer, pointer_buffer, progress_buffer;
 
 static void release(buffer *b) {
     free(b->data);
@@ -84,8 +84,8 @@ static int enter(const k3_isa *isa, int threads) {
 }
 
 static int leave(int result) {
-    buffer *buffers[] = {&packed_buffer, &inner_buffer, &pointer_buffer};
-    for (int i = 0; i < 3; i++)
+    buffer *buffers[] = {&packed_buffer, &inner_buffer, &pointer_buffer, &progress_buffer};
+    for (int i = 0; i < 4; i++)
         if (buffers[i]->size > KEEP_BYTES) release(buffers[i]);
     k3_pool_leave();
     return result;
@@ -165,24 +165,22 @@ K3_EXPORT int k3_matmul(const k3_isa *isa, int threads, const k3_matrix *m, cons
 
 /* -- experts ---------------------------------------------------------------------------------------------------- */
 
-enum { OUTER_TILES = 2 };
-
 typedef struct {
     const k3_isa *isa;
     const k3_matrix *matrices; /* [experts, 3]: w1 gate, w2 down, w3 up */
-    int64_t experts, inner_blocks;
+    int64_t experts, inner_tiles, outer_tiles; /* tiles of the rows of w1 and w3, and of those of w2 */
     const int64_t *start, *row; /* expert e has pairs start[e]..start[e + 1] - 1; each adds to a row of out */
     const float *weight;
     const float **x;     /* [pairs] packed inputs */
     const float **inner; /* [pairs] packed SiTU values, the inputs of w2 */
+    atomic_llong *computed; /* [experts] tiles of the inner values that are done */
+    atomic_llong *added;    /* [outer_tiles] experts whose outputs have been added to the tile */
     float *out;
     int64_t out_stride;
     float beta, linear_beta;
 } experts_job;
 
-static void inner_tile(void *context, int64_t item, int thread) {
-    const experts_job *job = context;
-    int64_t expert = item / job->inner_blocks, row0 = item % job->inner_blocks * K3_ROWS;
+static void inner_tile(const experts_job *job, int64_t expert, int64_t row0, int thread) {
     const k3_matrix *w = job->matrices + 3 * expert;
     int rows = (int)at_most(w[0].rows - row0, K3_ROWS);
     float *gate = tile_buffer(thread, 0), *up = tile_buffer(thread, 1);
@@ -201,11 +199,13 @@ static void inner_tile(void *context, int64_t item, int thread) {
     }
 }
 
-static void outer_tile(const experts_job *job, int64_t expert, int64_t row0, int rows, int thread) {
+static void outer_tile(const experts_job *job, int64_t expert, int64_t row0, int thread) {
+    const k3_matrix *w = job->matrices + 3 * expert + 1;
+    int rows = (int)at_most(w->rows - row0, K3_ROWS);
     float *y = tile_buffer(thread, 0);
     for (int64_t pair = job->start[expert]; pair < job->start[expert + 1]; pair += K3_TOKENS) {
         int tokens = (int)at_most(job->start[expert + 1] - pair, K3_TOKENS);
-        job->isa->tile(&job->matrices[3 * expert + 1], row0, rows, job->inner + pair, tokens, y, tile_scratch(thread));
+        job->isa->tile(w, row0, rows, job->inner + pair, tokens, y, tile_scratch(thread));
         for (int t = 0; t < tokens; t++) {
             float *out = job->out + job->row[pair + t] * job->out_stride + row0;
             for (int r = 0; r < rows; r++) out[r] += job->weight[pair + t] * y[t * K3_ROWS + r];
@@ -213,18 +213,27 @@ static void outer_tile(const experts_job *job, int64_t expert, int64_t row0, int
     }
 }
 
-/* OUTER_TILES tiles of rows of all experts, so that long stretches of each expert are read. */
-static void outer_tiles(void *context, int64_t item, int thread) {
+/* Items in the order in which they are handed out: the tiles of w1 and w3 of expert 0, those of expert 1, then of w2 of
+ * expert 0, of w1 and w3 of expert 2, and so on. What a tile of w2 needs has been handed out long before, so that
+ * threads hardly ever wait and each matrix is read from end to end; the tile handed out first never waits. */
+static void expert_item(void *context, int64_t item, int thread) {
     const experts_job *job = context;
-    int64_t first = item * OUTER_TILES * K3_ROWS;
-    int64_t end = at_most(job->matrices[1].rows, first + OUTER_TILES * K3_ROWS);
-    for (int64_t expert = 0; expert < job->experts; expert++)
-        for (int64_t row0 = first; row0 < end; row0 += K3_ROWS)
-            outer_tile(job, expert, row0, (int)at_most(end - row0, K3_ROWS), thread);
+    int64_t tiles = job->inner_tiles + job->outer_tiles, stage = item / tiles, tile = item % tiles;
+    if (tile < job->inner_tiles) {
+        if (stage == job->experts) return;
+        inner_tile(job, stage, tile * K3_ROWS, thread);
+        atomic_fetch_add(&job->computed[stage], 1);
+    } else if (stage > 0) {
+        tile -= job->inner_tiles;
+        k3_wait(&job->computed[stage - 1], job->inner_tiles);
+        k3_wait(&job->added[tile], stage - 1);
+        outer_tile(job, stage - 1, tile * K3_ROWS, thread);
+        atomic_store(&job->added[tile], stage);
+    }
 }
 
-/* out[row] += weight * w2 SiTU(w1 x[token], w3 x[token]) for each pair (token, row, weight), experts in the given order;
- * an expert names a row once. All experts have the shapes and formats of the first. Returns 0, or -1 without memory
+/* out[row] += weight * w2 SiTU(w1 x[token], w3 x[token]) for each pair (token, row, weight), experts in the given
+ * order; an expert names a row once. All experts have the shapes and formats of the first. Returns 0, or -1 without memory
  * (out is untouched). */
 K3_EXPORT int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *matrices, int64_t experts,
                              const int64_t *start, const int64_t *token, const int64_t *row, const float *weight,
@@ -232,12 +241,14 @@ K3_EXPORT int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *ma
                              float *out, int64_t out_stride) {
     int64_t pairs = start[experts], cols = matrices[0].cols;
     int64_t inner_cols = matrices[1].cols, inner_padded = k3_padded(inner_cols);
+    int64_t inner_tiles = blocks_of(inner_cols, K3_ROWS), outer_tiles = blocks_of(matrices[1].rows, K3_ROWS);
     if (pairs == 0) return 0;
     if (enter(isa, threads)) return -1;
     if (!reserve(&pointer_buffer, (size_t)(tokens + 2 * pairs) * sizeof(float *))) return leave(-1);
     const float **packed = pack_all(isa, matrices[0].format, x, x_stride, tokens, cols);
     float *inner = reserve(&inner_buffer, (size_t)(pairs * inner_padded) * sizeof(float));
-    if (!packed || !inner) return leave(-1);
+    atomic_llong *done = reserve(&progress_buffer, (size_t)(experts + outer_tiles) * sizeof(atomic_llong));
+    if (!packed || !inner || !done) return leave(-1);
     const float **pair_x = packed + tokens, **pair_inner = pair_x + pairs;
     for (int64_t pair = 0; pair < pairs; pair++) {
         float *values = inner + pair * inner_padded;
@@ -245,13 +256,14 @@ K3_EXPORT int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *ma
         pair_x[pair] = packed[token[pair]];
         pair_inner[pair] = values;
     }
+    for (int64_t i = 0; i < experts + outer_tiles; i++) atomic_init(&done[i], 0);
     experts_job job = {
-        .isa = isa, .matrices = matrices, .experts = experts, .inner_blocks = blocks_of(inner_cols, K3_ROWS),
+        .isa = isa, .matrices = matrices, .experts = experts, .inner_tiles = inner_tiles, .outer_tiles = outer_tiles,
         .start = start, .row = row, .weight = weight, .x = pair_x, .inner = pair_inner,
+        .computed = done, .added = done + experts,
         .out = out, .out_stride = out_stride, .beta = beta, .linear_beta = linear_beta,
     };
-    k3_run(inner_tile, &job, experts * job.inner_blocks);
-    k3_run(outer_tiles, &job, blocks_of(matrices[1].rows, OUTER_TILES * K3_ROWS));
+    k3_run(expert_item, &job, (experts + 1) * (inner_tiles + outer_tiles));
     return leave(0);
 }
 

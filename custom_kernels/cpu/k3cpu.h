@@ -4,6 +4,7 @@
 #ifndef K3CPU_H
 #define K3CPU_H
 
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -32,14 +33,14 @@ enum {
 
 static inline int64_t k3_padded(int64_t cols) { return (cols + K3_PAD - 1) / K3_PAD * K3_PAD; }
 
-/* The e2m1 values of every MXFP4 scale byte (tables.c): twice the code's value times 2^(s - 130), NaN for 255. With that
- * scale no weight leaves the range of float32 at either end; a product is multiplied by K3_MXFP4_FACTOR when it is
- * stored. All of them end in 16 zero bits: `upper` and `lower` are the bytes 3 and 2. */
+/* The e2m1 values of every MXFP4 scale byte (tables.c): twice the code's value times 2^(s - 130), NaN for 255. With
+ * that scale no weight leaves the range of float32 at either end; a product is multiplied by K3_MXFP4_FACTOR when it
+ * is stored. All of them end in 16 zero bits, which are left out: `upper` and `lower` are the bytes 3 and 2. */
 #define K3_MXFP4_FACTOR 4.0f
 typedef struct {
     uint8_t upper[16], lower[16];
 } k3_mxfp4_bytes;
-extern float k3_mxfp4_values[256][16];
+extern uint16_t k3_mxfp4_words[256][32]; /* the 16 values, then the same again */
 extern k3_mxfp4_bytes k3_mxfp4_halves[256];
 
 /* What one instruction set provides. */
@@ -69,12 +70,14 @@ extern const k3_isa k3_isa_neon;
 
 /* The pool. Between enter and leave the caller owns it (other callers wait); enter makes it `threads` strong, the
  * caller included, and returns how many there are. k3_run calls work(context, item, thread) for every item in
- * 0..items-1, thread below that number, and returns when all are done. A thread takes a run of consecutive items at a
- * time, so that what it fetches ahead at the end of one is of use to it in the next. */
+ * 0..items-1, thread below that number, and returns when all are done. Items are handed out in
+ * rising order, in runs of a few, so that what a thread fetches ahead at the end of one is of use to it in the next. */
 enum { K3_MAX_THREADS = 256 };
 typedef void (*k3_work)(void *context, int64_t item, int thread);
 int k3_pool_enter(int threads);
 void k3_run(k3_work work, void *context, int64_t items);
 void k3_pool_leave(void);
+/* Inside an item: until `counter` has reached `least`. */
+void k3_wait(const atomic_llong *counter, int64_t least);
 
 #endif

@@ -137,8 +137,8 @@ INLINE void add_unit(const int format, const int N, const uint8_t *p, row_scales
           }););
 }
 
-/* R rows times N tokens, decoded into registers. The rows that come next are fetched from memory meanwhile: a CPU's
- * own prefetching stops at the end of each short row. */
+/* R rows times N tokens, decoded into registers. The rows that come next are fetched meanwhile, as a CPU's own fetching
+ * stops at the end of each short row: into the second cache, since the first can wait for few lines at a time. */
 INLINE void rows_few(const int format, const int shift, const int R, const int N, const k3_matrix *m, int64_t row0,
                      const float *const *x, float *y) {
     const int bytes = UNIT * weight_bits(format) / 8;
@@ -149,6 +149,10 @@ INLINE void rows_few(const int format, const int shift, const int R, const int N
     uint8_t copy[UNIT * 4];
     vf sum[FEW_BLOCK][FEW][ACCUMULATORS];
     TIMES(r, R, TIMES(t, N, TIMES(a, ACCUMULATORS, sum[r][t][a] = v_zero(););););
+    for (int64_t i = 0; format <= K3_Q8 && i < R * m->scale_bytes; i += 64) {
+        __builtin_prefetch(m->scale + (row0 + R) * m->scale_bytes + i);
+        if (format != K3_MXFP4) __builtin_prefetch(m->bias + (row0 + R) * m->scale_bytes + i);
+    }
     for (int64_t c0 = 0; c0 < m->cols; c0 += ONE_DEPTH) {
         int64_t columns = m->cols - c0 < ONE_DEPTH ? m->cols - c0 : ONE_DEPTH, full = columns / UNIT;
         const uint8_t *p[FEW_BLOCK];
@@ -163,8 +167,8 @@ INLINE void rows_few(const int format, const int shift, const int R, const int N
         for (; u + line <= full; u += line) {
             const int64_t g = u * UNIT >> shift;
             TIMES(r, R, {
-                __builtin_prefetch(p[r] + u * bytes + ahead);
-                if (bytes > 64) __builtin_prefetch(p[r] + u * bytes + ahead + 64);
+                __builtin_prefetch(p[r] + u * bytes + ahead, 0, 2);
+                if (bytes > 64) __builtin_prefetch(p[r] + u * bytes + ahead + 64, 0, 2);
             });
             TIMES(i, line, TIMES(r, R, {
                       add_unit(format, N, p[r] + (u + i) * bytes, scales[r], g + (i * UNIT >> shift), (u + i) * UNIT,

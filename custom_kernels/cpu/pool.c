@@ -5,15 +5,14 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <stdatomic.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-enum { SPINS = 1000 };       /* some 10 us: bridges the gap between two phases of one call */
-enum { RUN = 4, SHARES = 8 }; /* a run is at most RUN items, and at most one of SHARES parts of a thread's work */
+enum { SPINS = 1000 };        /* some 10 us: bridges the gap between two phases of one call */
+enum { RUN = 4, SHARES = 4 }; /* a run is at most RUN items, and of what is left one of SHARES parts a thread at most */
 
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER; /* held by the caller that uses the pool */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards everything below that is not atomic */
@@ -25,7 +24,7 @@ static pid_t owner; /* a forked child has none of the threads */
 
 static k3_work job_work;
 static void *job_context;
-static int64_t job_items, job_run;
+static int64_t job_items;
 static int job_open;   /* whether a worker that wakes up may still join the job */
 static int job_active; /* workers that have joined it and not finished */
 static atomic_llong next_item;
@@ -56,15 +55,15 @@ static unsigned float_mode_set(void) { return 0; }
 static void float_mode_restore(unsigned before) { (void)before; }
 #endif
 
-static int64_t run_length(int64_t items) {
-    int64_t share = items / ((int64_t)SHARES * (started + 1));
+static int64_t run_length(int64_t left) {
+    int64_t share = left / ((int64_t)SHARES * (started + 1));
     return share < 1 ? 1 : share > RUN ? RUN : share;
 }
 
-static void work_through(k3_work work, void *context, int64_t items, int64_t run, int thread) {
+static void work_through(k3_work work, void *context, int64_t items, int thread) {
     unsigned mode = float_mode_set();
     for (;;) {
-        int64_t item = atomic_fetch_add(&next_item, run);
+        int64_t run = run_length(items - atomic_load(&next_item)), item = atomic_fetch_add(&next_item, run);
         if (item >= items) break;
         int64_t end = item + run < items ? item + run : items;
         for (; item < end; item++) work(context, item, thread);
@@ -80,6 +79,14 @@ static void pause_briefly(void) {
 #endif
 }
 
+void k3_wait(const atomic_llong *counter, int64_t least) {
+    for (int i = 0; atomic_load((atomic_llong *)counter) < least; i++)
+        if (i < SPINS)
+            pause_briefly();
+        else
+            sched_yield(); /* more threads than cores: whoever is waited for has none */
+}
+
 static void *worker(void *argument) {
     int thread = (int)(intptr_t)argument;
     unsigned seen = 0; /* the generation at the start of the pool */
@@ -93,10 +100,10 @@ static void *worker(void *argument) {
         if (job_open) {
             k3_work work = job_work;
             void *context = job_context;
-            int64_t items = job_items, run = job_run;
+            int64_t items = job_items;
             job_active++;
             pthread_mutex_unlock(&lock);
-            work_through(work, context, items, run, thread);
+            work_through(work, context, items, thread);
             pthread_mutex_lock(&lock);
             if (--job_active == 0) pthread_cond_signal(&idle);
         }
@@ -131,19 +138,18 @@ void k3_run(k3_work work, void *context, int64_t items) {
     if (items <= 0) return;
     atomic_store(&next_item, 0);
     if (started == 0 || items == 1) {
-        work_through(work, context, items, items, 0);
+        work_through(work, context, items, 0);
         return;
     }
     pthread_mutex_lock(&lock);
     job_work = work;
     job_context = context;
     job_items = items;
-    job_run = run_length(items);
     job_open = 1;
     atomic_fetch_add(&generation, 1);
     pthread_cond_broadcast(&wake);
     pthread_mutex_unlock(&lock);
-    work_through(work, context, items, run_length(items), 0);
+    work_through(work, context, items, 0);
     pthread_mutex_lock(&lock);
     job_open = 0; /* nothing is left to hand out: whoever is still asleep is not waited for */
     while (job_active) pthread_cond_wait(&idle, &lock);

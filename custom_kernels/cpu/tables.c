@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-_Alignas(K3_ALIGN) float k3_mxfp4_values[256][16];
+_Alignas(K3_ALIGN) uint16_t k3_mxfp4_words[256][32];
 _Alignas(K3_ALIGN) k3_mxfp4_bytes k3_mxfp4_halves[256];
 
 static float value_of(int scale, int code) {
@@ -17,9 +17,10 @@ static float value_of(int scale, int code) {
 __attribute__((constructor)) static void fill(void) {
     for (int scale = 0; scale < 256; scale++)
         for (int code = 0; code < 16; code++) {
+            float value = value_of(scale, code);
             uint32_t bits;
-            k3_mxfp4_values[scale][code] = value_of(scale, code);
-            memcpy(&bits, &k3_mxfp4_values[scale][code], sizeof bits);
+            memcpy(&bits, &value, sizeof bits);
+            k3_mxfp4_words[scale][code] = k3_mxfp4_words[scale][code + 16] = (uint16_t)(bits >> 16);
             k3_mxfp4_halves[scale].upper[code] = (uint8_t)(bits >> 24);
             k3_mxfp4_halves[scale].lower[code] = (uint8_t)(bits >> 16);
         }

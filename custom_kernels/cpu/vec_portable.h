@@ -28,8 +28,8 @@ INLINE int64_t v_position(int64_t c) { return c; }
 INLINE void v_mxfp4(const uint8_t *p, uint8_t scale, vf *w) {
     float values[32];
     for (int c = 0; c < 16; c++) {
-        values[2 * c] = k3_mxfp4_values[scale][p[c] & 15];
-        values[2 * c + 1] = k3_mxfp4_values[scale][p[c] >> 4];
+        values[2 * c] = float_of_bits((uint32_t)k3_mxfp4_words[scale][p[c] & 15] << 16);
+        values[2 * c + 1] = float_of_bits((uint32_t)k3_mxfp4_words[scale][p[c] >> 4] << 16);
     }
     memcpy(w, values, sizeof values);
 }
