@@ -18,8 +18,8 @@ import k3mlx
 from k3mlx.devices import gpu_kind
 from tests.model.conversations import greedy_answers
 from tests.model.faulty_run import PROMPT
-from tests.model.test_reference import GOLDEN_RUN, check, check_decoding, check_state, golden_folder
-from tests.paths import ROOT, needs_golden
+from tests.model.test_reference import check, check_decoding, check_state, golden_folder
+from tests.paths import GOLDEN_RUN, ROOT, needs_golden
 from tests.tiny import random_config, write_random_model
 
 __all__ = ["golden_folder"]  # a fixture, used by name

@@ -1,19 +1,15 @@
 """The MLX model against the float64 reference: random models of odd sizes, and the first-party captures."""
 
-import runpy
-import sys
-
 import numpy as np
 import pytest
 
 import k3mlx
 from k3mlx.reference.model import Hooks
-from tests.paths import GOLDEN, needs_golden
+from tests.paths import GOLDEN_RUN, needs_golden, write_golden
 from tests.tiny import random_config, write_random_model
 
 PROMPT, STEPS = 60, 20
 CUTS = [1, 9, 33]
-GOLDEN_RUN = GOLDEN / "first-party-93-layers"
 
 
 def check(name, got, expected, tolerance):
@@ -177,13 +173,7 @@ def test_float32_parameters_do_not_promote_the_residual_stream(tmp_path):
 
 @pytest.fixture(scope="module")
 def golden_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("golden")
-    argv, sys.argv = sys.argv, ["make_checkpoint.py", str(folder)]
-    try:
-        runpy.run_path(str(GOLDEN_RUN / "make_checkpoint.py"), run_name="__main__")
-    finally:
-        sys.argv = argv
-    return folder
+    return write_golden(tmp_path_factory.mktemp("golden"))
 
 
 @needs_golden

@@ -1,7 +1,6 @@
 """Dense weights split over ranks: what each reads, sessions whose states are on all of them, the same bits."""
 
 import json
-import runpy
 import signal
 import subprocess
 import sys
@@ -21,8 +20,8 @@ from k3mlx.devices import choose
 from k3mlx.errors import UsageError
 from k3mlx.needs import backend_needs
 from k3mlx.ranks.part import Part
-from tests.model.test_reference import GOLDEN_RUN, check
-from tests.paths import ROOT, needs_golden
+from tests.model.test_reference import check
+from tests.paths import GOLDEN_RUN, ROOT, needs_golden, write_golden
 from tests.tiny import random_config, write_random_model
 
 from .launch import LIMIT, Ranks
@@ -174,13 +173,7 @@ def test_the_same_bits_every_time(tmp_path, folder):
 
 @pytest.fixture(scope="module")
 def golden_folder(tmp_path_factory):
-    target = tmp_path_factory.mktemp("golden")
-    argv, sys.argv = sys.argv, ["make_checkpoint.py", str(target)]
-    try:
-        runpy.run_path(str(GOLDEN_RUN / "make_checkpoint.py"), run_name="__main__")
-    finally:
-        sys.argv = argv
-    return target
+    return write_golden(tmp_path_factory.mktemp("golden"))
 
 
 @pytest.mark.slow

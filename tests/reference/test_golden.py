@@ -3,20 +3,16 @@
 The captures are of one decode step (id 9) after a prompt of ids 1 to 8.
 """
 
-import runpy
-import sys
-
 import numpy as np
 import pytest
 
 import k3mlx
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.reference.model import Hooks
-from tests.paths import GOLDEN, needs_golden
+from tests.paths import GOLDEN_RUN, needs_golden, write_golden
 
 pytestmark = needs_golden
 
-RUN = GOLDEN / "first-party-93-layers"
 LAYERS = (0, 1, 3, 12, 91, 92)
 
 # capture name within a layer -> our stage within a layer: the same numbers, perhaps in another shape
@@ -71,13 +67,7 @@ OUTER = {
 
 @pytest.fixture(scope="module")
 def checkpoint_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("golden")
-    argv, sys.argv = sys.argv, ["make_checkpoint.py", str(folder)]
-    try:
-        runpy.run_path(str(RUN / "make_checkpoint.py"), run_name="__main__")
-    finally:
-        sys.argv = argv
-    return folder
+    return write_golden(tmp_path_factory.mktemp("golden"))
 
 
 def decode_step(folder, dtype, probe):
@@ -100,7 +90,7 @@ def watched(checkpoint_folder):
 
 @pytest.fixture(scope="module")
 def captures():
-    return dict(np.load(RUN / "captures.npz"))
+    return dict(np.load(GOLDEN_RUN / "captures.npz"))
 
 
 def comparisons(captures, stages, before, after, config, weights):
