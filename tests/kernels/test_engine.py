@@ -23,7 +23,7 @@ def test_k3_nano_through_emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> No
         expected = k3mlx.generate(engine, prompt=PROMPT, max_tokens=TOKENS, thinking=False)
     emulator = Emulator(private_check=False)
     kernels = Kernels(EmulatedMlxMaker(emulator), note=pytest.fail)
-    monkeypatch.setattr("k3mlx.model.backend._kernels", lambda *rest: (kernels, []))
+    monkeypatch.setattr("k3mlx.model.backend.usable_kernels", lambda *rest: (kernels, []))
     with k3mlx.load(backend="mlx", device="cpu", dtype="float32") as engine:
         got = k3mlx.generate(engine, prompt=PROMPT, max_tokens=TOKENS, thinking=False)
         launched = engine.report()["parts"]
