@@ -141,6 +141,28 @@ def test_experts_that_fail_on_the_gpu_go_to_the_streams_of_the_cpu(room_on):
     assert room.experts is None
 
 
+def test_experts_that_fail_on_the_gpu_go_to_the_host_where_it_has_kernels_of_its_own():
+    room = Room(
+        "cpu",
+        Kernels(None),
+        ExpertStreams(mx.cpu, 1, group=2),
+        "metal",
+        Watchdog(),
+        cpu_streams=0,
+        host="C kernels",
+    )
+    room.kind = room.first_kind = "metal"
+    room.enter("experts")
+    assert room.fallbacks["experts"] == 0
+    room._evaluating = True
+    room.recover("RuntimeError: [quantized_matmul] something")
+    assert (room.kind, room.experts, room.experts_kind) == ("metal", None, "cpu")
+    row = next(row for row in room.report({"experts": "mxfp4"}))
+    assert (row["device"], row["kernel"], row["failures"]) == ("cpu", "C kernels", 1)
+    room.enter("experts")
+    assert room.fallbacks["experts"] == 1
+
+
 def test_nothing_left_is_an_error(room_on):
     room = room_on("cpu", kernels=False)
     room.enter("mla")
