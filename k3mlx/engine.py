@@ -112,6 +112,8 @@ def load(
         choice = choose(_preferred(dtype, team) if backend == "auto" else backend, device)
         folder = resolve(model)
         checkpoint = open_checkpoint(folder, streaming.model_dirs)
+        if team is not None:  # what was in memory last time may be another rank's by now
+            streaming = replace(streaming, warm_start="off")
         on_failure.callback(checkpoint.close)
         dense, note = choose_dense(
             dense_kernel,

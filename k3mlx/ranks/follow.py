@@ -154,7 +154,7 @@ class Follower:
         self._chunk = plan.chunk
         native, _ = choose_native(experts_kernel, checkpoint, threads)
         self._slots = MlxSlots()
-        self._store = ExpertStore(checkpoint, plan.cache, replace(streaming, warm_start="off"), self._slots)
+        self._store = ExpertStore(checkpoint, plan.cache, streaming, self._slots)
         self._governor = Governor(plan, self._store)
         self._watchdog = Watchdog()
         device = choice.device if experts_device == "gpu" or part is not None else "cpu"
