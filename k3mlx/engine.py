@@ -90,8 +90,8 @@ def load(
     direct_io: `on` past the page cache, `off` through it, `auto` as K3_DIRECT or a probe of the disk says.
     pipe: whether reads go on while experts are computed (K3_PIPE, else `on`). lookahead: `off` (default), `auto` or how
     many experts of the next layer are read on a guess. warm_start: whether to read at first what was in memory
-    last time. expert_trace: a file to write the routing to. model_dirs: folders with shards that are not in the
-    model's own, or with copies of them: reads are spread over their drives.
+    last time (`on` is for a process alone). expert_trace: a file to write the routing to. model_dirs: folders with
+    shards that are not in the model's own, or with copies of them: reads are spread over their drives.
     prefill_step_size: prompt tokens per forward pass, `auto` the largest of a ladder that memory allows; the
     one setting here, with backend, device and dtype, that may change the last bits of a result.
     session_memory: set aside within `memory` for sessions that are kept (`kept.KeptSessions`) beside the one
@@ -112,9 +112,11 @@ def load(
         choice = choose(_preferred(dtype, team) if backend == "auto" else backend, device)
         folder = resolve(model)
         checkpoint = open_checkpoint(folder, streaming.model_dirs)
-        if team is not None:  # what was in memory last time may be another rank's by now
-            streaming = replace(streaming, warm_start="off")
         on_failure.callback(checkpoint.close)
+        if team is not None:  # what was in memory last time may be another rank's by now
+            if streaming.warm_start == "on":
+                raise UsageError("warm_start is on, which several ranks cannot have: leave it out")
+            streaming = replace(streaming, warm_start="off")
         dense, note = choose_dense(
             dense_kernel,
             choice.backend,

@@ -31,7 +31,7 @@ from .model import MlxModel
 from .owner import OWNER, Call
 from .probe import surprises
 from .room import EndOfRun, Room, log, make_room
-from .routed import choose_native
+from .routed import choose_native, in_mlx_memory
 from .slots import MlxSlots
 from .state import State
 from .weights import Loader
@@ -87,8 +87,8 @@ class MlxBackend:
             ranks.team.fed, ranks.experts_report = lambda: self.watchdog.ids, self.experts_report
             ranks.wait = lambda arrays: self.room.evaluate("a state's parts", arrays, self.room.deadline(0))
         self._slots, self._native = MlxSlots(), native
-        on_streams = native is None or experts_device == "gpu"
-        self.store = ExpertStore(checkpoint, expert_cache, streaming, self._slots if on_streams else None)
+        slots = self._slots if in_mlx_memory(native, experts_device) else None
+        self.store = ExpertStore(checkpoint, expert_cache, streaming, slots)
 
         launchers, gated = usable_kernels(device, kernels, must)
 

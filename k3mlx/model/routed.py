@@ -45,6 +45,11 @@ def choose_native(
     return kernels, why and f"experts on CPU streams of mlx, many times slower than the C kernels: {why}"
 
 
+def in_mlx_memory(native: CpuKernels | None, experts_device: str) -> bool:
+    """Whether experts are read into memory of MLX, which computes them there, at first at least."""
+    return native is None or experts_device == "gpu"
+
+
 class RoutedExperts:
     """Computes the experts of `store` in a room. Used by the thread that owns MLX.
 

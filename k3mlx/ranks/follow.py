@@ -30,7 +30,7 @@ from k3mlx.model.backend import DTYPES, usable_kernels, wire
 from k3mlx.model.model import MlxModel
 from k3mlx.model.owner import OWNER, Call
 from k3mlx.model.room import log, make_room
-from k3mlx.model.routed import RoutedExperts, choose_native
+from k3mlx.model.routed import RoutedExperts, choose_native, in_mlx_memory
 from k3mlx.model.slots import MlxSlots
 from k3mlx.model.weights import Loader
 from k3mlx.needs import Needs, experts_only, mlx_cache_limit
@@ -154,7 +154,8 @@ class Follower:
         self._chunk = plan.chunk
         native, _ = choose_native(experts_kernel, checkpoint, threads)
         self._slots = MlxSlots()
-        self._store = ExpertStore(checkpoint, plan.cache, streaming, self._slots)
+        slots = self._slots if in_mlx_memory(native, experts_device) else None
+        self._store = ExpertStore(checkpoint, plan.cache, streaming, slots)
         self._governor = Governor(plan, self._store)
         self._watchdog = Watchdog()
         device = choice.device if experts_device == "gpu" or part is not None else "cpu"

@@ -14,9 +14,9 @@ LIMIT = 400  # seconds for a whole run; four ranks of the golden model on two bu
 
 class Ranks:
     """`size` processes of tests/ranks/run.py; `folders` may name another model for a rank, `dense` those ranks that
-    split dense weights (True: all)."""
+    split dense weights (True: all), `options` more of `k3mlx.load`."""
 
-    def __init__(self, tmp_path, size, *arguments, folders=None, dense=False):
+    def __init__(self, tmp_path, size, *arguments, folders=None, dense=False, **options):
         hosts = [[f"127.0.0.1:{port}"] for port in _free_ports(size)]
         hostfile = tmp_path / "hosts.json"
         hostfile.write_text(json.dumps(hosts))
@@ -24,6 +24,7 @@ class Ranks:
         self.processes = []
         for rank in range(size):
             folder = (folders or {}).get(rank, (folders or {}).get(None, "-"))
+            options["dense_parallel"] = dense is True or (dense and rank in dense)
             environ = os.environ | {
                 "MLX_RANK": str(rank),
                 "MLX_HOSTFILE": str(hostfile),
@@ -35,7 +36,7 @@ class Ranks:
                 "tests.ranks.run",
                 str(self.out),
                 str(folder),
-                "split" if dense is True or (dense and rank in dense) else "whole",
+                json.dumps(options),
                 *map(str, arguments),
             ]
             self.processes.append(

@@ -1,4 +1,4 @@
-"""What each rank of a test does: `python -m tests.ranks.run OUT FOLDER whole|split ACTION …`, started by `launch.py`.
+"""What each rank of a test does: `python -m tests.ranks.run OUT FOLDER OPTIONS ACTION …`, started by `launch.py`.
 
 Rank 0 writes one JSON object to OUT. ACTION is `conversations`, `golden`, `logits IDS SPLIT` (a prompt in two parts and
 then steps), `sessions SAVED` (points come back to, saved, read again), or `decode N`: N steps, its progress in OUT.
@@ -14,6 +14,7 @@ import numpy as np
 
 import k3mlx
 from k3mlx.engine import Cancelled
+from k3mlx.experts import store
 from k3mlx.experts.store import ExpertStore
 from tests.model.conversations import PROMPTS, greedy_answers
 
@@ -70,22 +71,23 @@ def decode(engine, out, count):
 
 
 def note_reads(out):
-    """Keep in OUT.reads.RANK which experts this rank has read."""
+    """Keep in OUT.reads.RANK which experts this rank has read, and whether into MLX's memory. A model of any size may
+    have a warm start."""
     target, read, fill = out.with_suffix(f".reads.{os.environ['MLX_RANK']}"), set(), ExpertStore._fill
 
-    def noted(store, entry, job):
+    def noted(self, entry, job):
         read.add(entry.key)
-        target.write_text(json.dumps(sorted(read)))
-        fill(store, entry, job)
+        target.write_text(json.dumps({"read": sorted(read), "mlx": entry.memory.owner is not None}))
+        fill(self, entry, job)
 
-    ExpertStore._fill = noted
+    ExpertStore._fill, store.WARM_MIN_BYTES = noted, 0
 
 
-def main(out, folder, dense, action, *arguments):
+def main(out, folder, options, action, *arguments):
     if action == "logits":
         note_reads(Path(out))
     folder = None if folder == "-" else folder
-    options = {"device": "cpu", "dtype": "float32", "expert_cache": 0, "dense_parallel": dense == "split"}
+    options = {"device": "cpu", "dtype": "float32", "expert_cache": 0, **json.loads(options)}
     with k3mlx.load(folder, **options, session_memory=KEPT if os.environ["MLX_RANK"] == "0" else 0) as engine:
         actions = (conversations, golden, logits, sessions, decode)
         {each.__name__: each for each in actions}[action](engine, Path(out), *arguments)

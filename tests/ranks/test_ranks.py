@@ -13,6 +13,7 @@ import pytest
 
 import k3mlx
 from k3mlx.config import load_config
+from k3mlx.experts.warm import residency_path
 from k3mlx.planning.ranks import traffic
 from tests.model.conversations import PROMPTS, greedy_answers
 from tests.tiny import random_config, write_random_model
@@ -55,6 +56,15 @@ def model(tmp_path_factory):
     return folder, ids, config
 
 
+def only_own_are_read(tmp_path, size):
+    """Each rank has read experts, its own and no others, all ranks into memory of one kind."""
+    noted = [json.loads((tmp_path / f"out.reads.{rank}").read_text()) for rank in range(size)]
+    for rank, read in enumerate(row["read"] for row in noted):
+        assert read, rank
+        assert all((expert + layer) % size == rank for layer, expert in read), (rank, read)
+    assert len({row["mlx"] for row in noted}) == 1, noted
+
+
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_logits_are_within_1e_4_of_float64_and_traffic_is_as_on_paper(tmp_path, model, size, dense):
@@ -68,15 +78,26 @@ def test_logits_are_within_1e_4_of_float64_and_traffic_is_as_on_paper(tmp_path, 
         expected += [session.feed([id]) for id in ids[-20:]]
         config = engine.config
     np.testing.assert_allclose(got, np.array(expected), rtol=0, atol=1e-4)
-    for rank in range(size):
-        read = json.loads((tmp_path / f"out.reads.{rank}").read_text())
-        assert read, rank
-        assert all((expert + layer) % size == rank for layer, expert in read), (rank, read)
+    only_own_are_read(tmp_path, size)
     paper = traffic(config, size, dense)
     for row in report["ranks"]:
         assert row["traffic"]["messages"] == 22 * paper.messages
         sent = 4 * (len(ids) * paper.per_token + 22 * paper.per_pass)
         assert row["traffic"]["bytes_sent"] == row["traffic"]["bytes_received"] == (size - 1) * sent
+
+
+def test_ranks_do_not_read_what_one_process_had_in_memory(tmp_path, model, monkeypatch):
+    folder, ids, _ = model
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with k3mlx.load(folder, backend="mlx", device="cpu", dtype="float32", warm_start="on") as engine:
+        engine.session().feed(ids)
+        slots = engine.config.num_experts_per_token  # of a rank of this test
+    kept = json.loads(residency_path(folder).read_text())
+    assert {(expert + layer) % 2 for layer, expert in kept[:slots]} == {0, 1}
+    with Ranks(tmp_path, 2, "logits", json.dumps(ids), 17, folders={None: folder}) as ranks:
+        experts = [row["experts"] for row in ranks.result()["report"]["ranks"]]
+    only_own_are_read(tmp_path, 2)
+    assert [row["warm_bytes"] for row in experts] == [0, 0]
 
 
 def ends(ranks, *expected):
@@ -137,6 +158,11 @@ def test_a_rank_with_a_missing_shard(tmp_path, model):
     shard.unlink()
     with Ranks(tmp_path, 2, "decode", 10, folders={None: model[0], 1: folder}) as ranks:
         ends(ranks, shard.name, "rank 1")
+
+
+def test_a_warm_start_that_is_asked_for(tmp_path, model):
+    with Ranks(tmp_path, 2, "decode", 10, folders={None: model[0]}, warm_start="on") as ranks:
+        ends(ranks, "warm_start is on, which several ranks cannot have")
 
 
 def test_a_rank_that_loses_its_disk(tmp_path, model):
