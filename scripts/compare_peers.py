@@ -3,8 +3,9 @@
     python scripts/compare_peers.py FOLDER -p 32 -g 8 --rounds 3
 
 Each peer runs in a process of its own, so that its peak memory is its own; the order turns round in each round, so
-that a busy moment or a warm disk cache favours nobody. mlx-lm (0.32.2 from PyPI) reads the released layout itself, but
-all of it into memory: choose a slice that fits (`make_slice.py --dense-layers 0` has the released mix of parts).
+that a busy moment or a warm disk cache favours nobody. The range of a ratio is that of `k3mlx bench --compare`, from
+how a peer's processes vary: more rounds make it narrower. mlx-lm (0.32.2 from PyPI) reads the released layout itself,
+but all of it into memory: choose a slice that fits (`make_slice.py --dense-layers 0` has the released mix of parts).
 `mlx-lm` computes in what is stored, bfloat16; `mlx-lm-float32` in what k3mlx computes in on a CPU.
 """
 
@@ -176,15 +177,16 @@ def difference(logits: np.ndarray, reference: np.ndarray) -> dict[str, float]:
 
 
 def _figures(runs: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Figure]:
-    def values(name: str, count: int = 0) -> tuple[float, ...]:
-        return tuple(count / run[name] if count else float(run[name]) for run in runs)
+    def figure(unit: str, name: str, count: int = 0) -> Figure:
+        values = tuple(count / run[name] if count else float(run[name]) for run in runs)
+        return Figure(unit, values, (1,) * len(runs))
 
     return {
-        "prompt_rate": Figure("tokens/s", values("prompt", args.prompt_tokens)),
-        "decode_rate": Figure("tokens/s", values("decode", args.generation_tokens)),
-        "load": Figure("s", values("load")),
-        "peak_memory": Figure("bytes", values("memory")),
-        "mlx_peak_memory": Figure("bytes", values("mlx_memory")),
+        "prompt_rate": figure("tokens/s", "prompt", args.prompt_tokens),
+        "decode_rate": figure("tokens/s", "decode", args.generation_tokens),
+        "load": figure("s", "load"),
+        "peak_memory": figure("bytes", "memory"),
+        "mlx_peak_memory": figure("bytes", "mlx_memory"),
     }
 
 

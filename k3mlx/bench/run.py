@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 from k3mlx.engine import Engine
-from k3mlx.memory import format_size
 
 from . import context, facts, tables
 from .figures import figures_of_trials
@@ -47,10 +46,7 @@ class Run:
             self.repeats["decode"] = [trial.decode_seconds for trial in done]
         peak = engine.report()["peak_memory_bytes"]
         self._found |= {"trials": [_as_dict(trial) for trial in done], "peak_memory_bytes": peak}
-        self.sections += [
-            f"{tables.rates(self.figures)}\npeak memory {format_size(peak)}",
-            tables.split_table(self.figures),
-        ]
+        self.sections += tables.whole(self.figures, peak)
 
     def context(self, engine: Engine, lengths: Sequence[int], repeats: int) -> None:
         """Attention by context length, and the sizes of states beyond."""

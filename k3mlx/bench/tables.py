@@ -7,7 +7,7 @@ from typing import Any
 
 from k3mlx.memory import format_size
 
-from .compare import Ratio
+from .compare import CONFIDENCE, Ratio
 from .context import context_points, line_through, spread_of
 from .figures import BESIDE, NAMES, SPLIT, whole_name
 from .result import Figure
@@ -37,6 +37,11 @@ def number(value: float) -> str:
 def with_range(figure: Figure) -> str:
     """`12.3 tokens/s (11.9 to 12.8)`."""
     return f"{number(figure.median)} {figure.unit} ({number(figure.low)} to {number(figure.high)})"
+
+
+def whole(figures: Mapping[str, Figure], peak: int) -> list[str]:
+    """The whole model: rates with the peak of memory in bytes, and the split."""
+    return [f"{rates(figures)}\npeak memory {format_size(peak)}", split_table(figures)]
 
 
 def rates(figures: Mapping[str, Figure]) -> str:
@@ -146,14 +151,23 @@ def streaming_table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def comparison(ratios: Sequence[Ratio], different: Sequence[str]) -> str:
-    """A row a figure: this, the other, their ratio and its range; what differs beside."""
+def comparison(ratios: Sequence[Ratio], remarks: Sequence[str]) -> str:
+    """A row a figure: this, the other, their ratio and its range; what the range is; then `remarks`."""
     rows = [["this / other", "this", "other", "ratio", "from", "to", ""]]
     for one in ratios:
         rows.append(
             [f"{one.name}, {one.unit}", number(one.this), number(one.other), f"{one.ratio:.3f}", f"{one.low:.3f}",
-             f"{one.high:.3f}", "" if one.within else "differs"]
+             f"{one.high:.3f}", one.verdict]
         )  # fmt: skip
     lines = [columns(rows)]
-    lines.append("from, to: worst repeat of one over best of the other; a range around 1 is no difference")
-    return "\n".join([*lines, *different])
+    if any(one.known for one in ratios):
+        lines.append(
+            f"from, to: {CONFIDENCE:.0%} range by how the medians of processes vary (Student's t of their logarithms);"
+            " this, other: means of these medians; a range around 1 is no difference"
+        )
+    if not all(one.known for one in ratios):
+        lines.append(
+            "one process each: how much processes vary is not known, so nothing is called a difference; from, to:"
+            " worst repeat of one over best of the other"
+        )
+    return "\n".join([*lines, *remarks])

@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return its exit code."""
     _open_missing_streams()
     args = _parser().parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     try:
         code = int(_follow(args) if _follows(args) else args.run(args))
         sys.stdout.flush()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .options import add_model_options, check_target, engine_arguments, note, open_engine, write_text
 
 if TYPE_CHECKING:
+    from k3mlx.bench.result import Figure
     from k3mlx.bench.run import Run
     from k3mlx.engine import Engine
 
@@ -22,18 +23,38 @@ SPLIT = (
     " for experts or dense weights. numpy's products with dense weights of its own, those of small models, cannot be"
     " told from Python: then that row is missing."
 )
+RANGE = (
+    "--compare: the repeats of a process share its place in memory, its threads and its moment, so each process counts"
+    " once, by the median of its repeats. The range of a ratio is the 99% interval of Student's t on the logarithms of"
+    " these medians, with one variance for both results; a difference is a range without 1. More processes make it"
+    " narrower. One process each: no measure of how much processes vary, and nothing is called a difference."
+)
+PROCESSES = 5
+REPEATS, REPEATS_EACH = 5, 3  # in one process, in each of several
 PAGES, PICTURES = (".html", ".htm"), (".png",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = SPLIT
+    parser.epilog = f"{SPLIT} {RANGE}"
     parser.add_argument("--prompt-tokens", "-p", type=int, default=512, metavar="N", help="default: 512")
     parser.add_argument(
         "--generation-tokens", "-g", type=int, default=64, metavar="N", help="decode steps (default: 64)"
     )
     parser.add_argument(
-        "--num-trials", "-n", type=int, default=5, metavar="N", help="repeats after a warm-up (default: 5)"
+        "--num-trials",
+        "-n",
+        type=int,
+        metavar="N",
+        help=f"repeats after a warm-up, in each process (default: {REPEATS_EACH}, in a single one {REPEATS})",
     )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="fresh processes, one after the other, that each open the model; 1 for a model that takes long to open"
+        f" (default: {PROCESSES}; parts are measured in one)",
+    )
+    parser.add_argument("--one-of-several", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument(
         "--text",
         metavar="FILE",
@@ -68,36 +89,63 @@ def _add_parts(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from k3mlx.bench.compare import compare, differences
+    from k3mlx.bench.compare import compare, differences, unsteady
     from k3mlx.bench.result import figures_of, read_result
-    from k3mlx.bench.run import Run
     from k3mlx.bench.tables import comparison
 
+    _fill_in(args)
     _check(args)
+    if args.one_of_several:
+        write_text(args.one_of_several, json.dumps(_measure(args)[0]), "--one-of-several")
+        return 0
     other = read_result(args.compare) if args.compare else None
-    bench = Run(_options(args))
-    _measure(args, bench)
-    result = bench.result()
+    result, sections = _measure(args) if args.processes == 1 else _measure_in_processes(args)
+    figures = figures_of(result, "this result")
     if other is not None:
-        ratios = compare(bench.figures, figures_of(other, args.compare))
-        bench.sections.append(comparison(ratios, differences(result, other)))
-    text = "\n\n".join(bench.sections)
+        ratios = compare(figures, figures_of(other, args.compare))
+        sections.append(comparison(ratios, [*unsteady(result, other), *differences(result, other)]))
+    text = "\n\n".join(sections)
     print(text, file=sys.stderr if args.json == "-" else sys.stdout)
     if args.json:
         write_text(args.json, json.dumps(result) + "\n", "--json")
     if args.report:
-        _write_report(args.report, result, bench, text)
+        _write_report(args.report, result, figures, text)
     return 0
+
+
+def _fill_in(args: argparse.Namespace) -> None:
+    """Processes and repeats that were not given: several where that can be."""
+    if args.processes is None:
+        args.processes = 1 if _single(args) else PROCESSES
+    if args.num_trials is None:
+        args.num_trials = REPEATS if args.processes == 1 else REPEATS_EACH
+
+
+def _single(args: argparse.Namespace) -> str:
+    """What of the flags, or of the launch, lets only one process measure; empty if nothing does."""
+    from k3mlx.ranks.launch import launched_rank
+
+    if not _is_whole(args):
+        return "parts are measured in one"
+    if args.expert_trace:
+        return "--expert-trace writes the file of one"
+    return "" if launched_rank() is None else "the ranks of a launch are one run"
+
+
+def _is_whole(args: argparse.Namespace) -> bool:
+    return not (args.cpu or args.kernels or args.context or args.streaming is not None)
 
 
 def _check(args: argparse.Namespace) -> None:
     from k3mlx.errors import UsageError
 
-    least = {"prompt_tokens": 1, "generation_tokens": 0, "num_trials": 1}
+    least = {"prompt_tokens": 1, "generation_tokens": 0, "num_trials": 1, "processes": 1}
     for name, low in least.items():
         if getattr(args, name) < low:
             option = name.replace("_", "-")
             raise UsageError(f"--{option} is {getattr(args, name)}, expected at least {low}")
+    if args.processes > 1 and (why := _single(args)):
+        raise UsageError(f"--processes is {args.processes}, expected 1: {why}")
     check_target(args.json, "--json")
     check_target(args.report, "--report")
     if args.report and Path(args.report).suffix.lower() not in (*PAGES, *PICTURES):
@@ -110,6 +158,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens",
         "generation_tokens",
         "num_trials",
+        "processes",
         "text",
         "context",
         "streaming",
@@ -120,10 +169,12 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     return asked | {"model_dirs": list(args.model_dirs)}
 
 
-def _measure(args: argparse.Namespace, bench: Run) -> None:
-    """The parts that the flags name, else the whole model."""
+def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The parts that the flags name, else the whole model, in this process: the result and its tables."""
+    from k3mlx.bench.run import Run
     from k3mlx.selftest import find_device
 
+    bench = Run(_options(args))
     if args.cpu:
         bench.cpu(args.cpu_threads, args.num_trials)
     if args.kernels:
@@ -133,14 +184,27 @@ def _measure(args: argparse.Namespace, bench: Run) -> None:
     if args.streaming is not None:
         parts = args.streaming or ("rate", "decode")
         bench.streaming(args.model, engine_arguments(args), parts, args.num_trials, args.prompt_tokens)
-    whole = not (args.cpu or args.kernels or args.context or args.streaming is not None)
-    if whole or args.context:
+    if _is_whole(args) or args.context:
         with open_engine(args, text=args.text is not None) as engine:
             bench.engine(engine)
             if args.context:
                 bench.context(engine, args.context, args.num_trials)
             else:
                 _whole(args, bench, engine)
+    return bench.result(), bench.sections
+
+
+def _measure_in_processes(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The whole model in several processes of this command."""
+    from k3mlx.bench import tables
+    from k3mlx.bench.processes import join, run_processes
+    from k3mlx.bench.result import figures_of
+
+    command = [sys.executable, "-m", "k3mlx", *args.argv, "--one-of-several"]
+    result = join(run_processes(command, args.processes, lambda line: note(f"k3mlx: {line}")))
+    sections = tables.whole(figures_of(result, "this result"), result["peak_memory_bytes"])
+    sections += ["\n".join(result["differences"])] if result["differences"] else []
+    return result, [*sections, tables.steadiness(result["steady"])]
 
 
 def _need_mlx(device: str) -> None:
@@ -178,11 +242,11 @@ def _text(path: str) -> str:
         raise UsageError(f"--text {path}: not UTF-8; convert it first") from None
 
 
-def _write_report(path: str, result: dict[str, Any], bench: Run, text: str) -> None:
+def _write_report(path: str, result: dict[str, Any], figures: dict[str, Figure], text: str) -> None:
     from k3mlx.bench.page import page
     from k3mlx.bench.plots import write_picture
 
     if Path(path).suffix.lower() in PICTURES:
-        write_picture(path, result, bench.figures)
+        write_picture(path, result, figures)
     else:
-        write_text(path, page(result, bench.figures, text), "--report")
+        write_text(path, page(result, figures, text), "--report")

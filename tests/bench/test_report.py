@@ -106,7 +106,15 @@ def test_a_comparison_says_what_differs():
     rows = text.splitlines()
     assert rows[1].split() == ["a,", "ms", "2", "1", "2.000", "1.800", "2.200", "differs"]
     assert rows[2].split()[-1] == "1.100"
-    assert rows[-1] == "options: x"
+    assert rows[3].startswith("from, to: 99% range")
+    assert rows[4:] == ["options: x"]
+
+
+def test_a_comparison_of_one_process_each_says_what_it_does_not_know():
+    text = tables.comparison([Ratio("a", "ms", 2.0, 1.0, 2.0, 1.8, 2.2, known=False)], [])
+    assert text.splitlines()[1].endswith("beyond the repeats")
+    assert text.splitlines()[2].startswith("one process each: how much processes vary is not known")
+    assert "differs" not in text
 
 
 def test_a_picture_of_everything(tmp_path):

@@ -6,7 +6,8 @@ import pytest
 
 from k3mlx.cli import main
 
-QUICK = ["bench", "-p", "6", "-g", "3", "-n", "3", "--backend", "numpy"]
+SMALL = ["bench", "-p", "6", "-g", "3", "--backend", "numpy"]
+QUICK = [*SMALL, "-n", "3", "--processes", "1"]
 
 
 @pytest.fixture
@@ -55,9 +56,61 @@ def test_comparison_with_itself_and_with_other_settings(run, tmp_path):
     run(*QUICK, "--json", str(file))
     _, out, _ = run(*QUICK, "--compare", str(file))
     assert "decode_rate, tokens/s" in out
+    assert "one process each: how much processes vary is not known" in out
+    assert "differs" not in out
     assert "options:" not in out
     _, out, _ = run(*QUICK, "--io-threads", "2", "--compare", str(file))
     assert "options: io_threads is 2, in the other None" in out
+
+
+def test_several_processes(byte_model, tmp_path, capfd, monkeypatch):
+    """This process opens nothing; what the others measured is compared, process by process."""
+    monkeypatch.setattr("k3mlx.cli.bench.open_engine", None)
+    file, picture = tmp_path / "a.json", tmp_path / "a.png"
+    command = [*SMALL, "-n", "2", "--processes", "2", "--model", str(byte_model)]
+    assert main([*command, "--json", str(file), "--report", str(picture)]) == 0
+    result = json.loads(file.read_text())
+    assert result["figures"]["decode_rate"]["repeats"] == [2, 2]
+    assert len(result["trials"]) == 4
+    assert (result["options"]["processes"], result["options"]["num_trials"]) == (2, 2)
+    assert [one["runs_on"]["backend"] for one in result["processes"]] == ["numpy", "numpy"]
+    assert picture.stat().st_size > 0
+    out, err = capfd.readouterr()
+    assert "routed experts" in out
+    assert "process 2 of 2" in err
+    assert main([*command, "--json", "-", "--compare", str(file)]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["k3mlx_bench"] == 1
+    assert "99% range by how the medians of processes vary" in err
+
+
+def test_a_fault_in_a_process_is_said_once(byte_model, capfd):
+    with pytest.raises(SystemExit) as ended:
+        main([*SMALL, "-p", "499", "--model", str(byte_model)])
+    assert ended.value.code == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("error: ") == 1
+    assert "expected at most 500" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "repeats"),
+    [([], 5, 3), (["--processes", "1"], 1, 5), (["--context", "9"], 1, 5), (["--expert-trace", "t"], 1, 5),
+     (["--processes", "2", "-n", "4"], 2, 4)],
+)  # fmt: skip
+def test_how_many_processes_and_repeats(monkeypatch, flags, processes, repeats):
+    asked = []
+    monkeypatch.setattr("k3mlx.cli.bench._check", lambda args: asked.append(args) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main([*SMALL, *flags])
+    assert (asked[0].processes, asked[0].num_trials) == (processes, repeats)
+
+
+def test_a_rank_of_a_launch_measures_in_one_process(monkeypatch, capsys):
+    monkeypatch.setenv("MLX_RANK", "0")
+    assert main([*SMALL, "--processes", "2"]) == 2
+    assert "--processes is 2, expected 1: the ranks of a launch are one run" in capsys.readouterr().err
 
 
 def test_a_report_of_either_kind(run, tmp_path):
@@ -121,6 +174,9 @@ def test_kernels_without_mlx(capsys, monkeypatch):
         (["-p", "0"], "--prompt-tokens is 0, expected at least 1"),
         (["-g", "-1"], "--generation-tokens is -1"),
         (["-n", "0"], "--num-trials is 0"),
+        (["--processes", "0"], "--processes is 0, expected at least 1"),
+        (["--processes", "2", "--cpu"], "--processes is 2, expected 1: parts are measured in one"),
+        (["--processes", "2", "--expert-trace", "t"], "expected 1: --expert-trace writes the file of one"),
         (["--report", "a.pdf"], "expected a name that ends in .html or .png"),
         (["--json", "/nowhere/a.json"], "cannot be written"),
         (["--compare", "/nowhere/a.json"], "No such file"),
