@@ -151,13 +151,18 @@ def streaming_table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _ratio(value: float) -> str:
+    """`1.234`; where few processes vary much, an end of the range is large: `3e+69`."""
+    return f"{value:.3f}" if value < 1000 else f"{value:.0e}"
+
+
 def comparison(ratios: Sequence[Ratio], remarks: Sequence[str]) -> str:
     """A row a figure: this, the other, their ratio and its range; what the range is; then `remarks`."""
     rows = [["this / other", "this", "other", "ratio", "from", "to", ""]]
     for one in ratios:
         rows.append(
-            [f"{one.name}, {one.unit}", number(one.this), number(one.other), f"{one.ratio:.3f}", f"{one.low:.3f}",
-             f"{one.high:.3f}", one.verdict]
+            [f"{one.name}, {one.unit}", number(one.this), number(one.other),
+             *(_ratio(value) for value in (one.ratio, one.low, one.high)), one.verdict]
         )  # fmt: skip
     lines = [columns(rows)]
     if any(one.known for one in ratios):
