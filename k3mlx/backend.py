@@ -25,9 +25,10 @@ from .experts.options import StreamOptions
 from .experts.store import ExpertStore
 from .governor import MemoryPlan
 from .kernels.cpu import CpuKernels
+from .kernels.cpu_attention import CpuAttention
 from .needs import backend_needs, default_dtype, mlx_cache_limit
 from .on_disk import DiskTensors
-from .reference.model import Hooks, ReferenceModel
+from .reference.model import AttentionParts, Hooks, ReferenceModel
 from .reference.state import State
 from .reference.weights import load_layer, load_outer
 
@@ -125,7 +126,9 @@ class NumpyBackend:
         outer = load_outer(DiskTensors(checkpoint, dense) if thin else self._reader.outer(), item)
         if not streamed:
             self._reader.close()
-        self.model = ReferenceModel(checkpoint, experts, item, self._ring, outer)
+        native = None if dense is None else CpuAttention(dense)
+        attention = None if native is None else AttentionParts(native.kda_step, native.per_head)
+        self.model = ReferenceModel(checkpoint, experts, item, self._ring, outer, attention)
         stored = {} if dense is None else formats(checkpoint)
         self._formats = dict.fromkeys(self._parts_per_pass(), dtype) | stored
         self._formats["experts"] = "mxfp4" if checkpoint.mxfp4 else dtype

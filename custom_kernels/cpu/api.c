@@ -33,10 +33,10 @@ K3_EXPORT const k3_isa *k3_isa_named(const char *name) {
     __builtin_cpu_init();
     if (!strcmp(name, "avx2"))
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c() ? &k3_isa_avx2 : NULL;
-    if (!strcmp(name, "avx512"))
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
-                   ? &k3_isa_avx512 : NULL;
+    int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (!strcmp(name, "avx512")) return avx512 ? &k3_isa_avx512 : NULL;
+    if (!strcmp(name, "avx512vnni")) return avx512 && __builtin_cpu_supports("avx512vnni") ? &k3_isa_avx512vnni : NULL;
 #elif defined(__aarch64__)
     if (!strcmp(name, "neon")) return &k3_isa_neon;
 #endif
@@ -51,7 +51,7 @@ typedef struct {
 
 enum { KEEP_BYTES = 8 << 20 }; /* larger buffers are given back at the end of a call */
 
-static buffer scratch[K3_MAX_THREADS], packed_buffer, inner_buffer, pointer_buffer, progress_buffer;
+static buffer scratch[K3_MAX_THREADS], packed_buffer, fixed_buffer, inner_buffer, pointer_buffer, progress_buffer;
 
 static void release(buffer *b) {
     free(b->data);
@@ -84,8 +84,8 @@ static int enter(const k3_isa *isa, int threads) {
 }
 
 static int leave(int result) {
-    buffer *buffers[] = {&packed_buffer, &inner_buffer, &pointer_buffer, &progress_buffer};
-    for (int i = 0; i < 4; i++)
+    buffer *buffers[] = {&packed_buffer, &fixed_buffer, &inner_buffer, &pointer_buffer, &progress_buffer};
+    for (int i = 0; i < 5; i++)
         if (buffers[i]->size > KEEP_BYTES) release(buffers[i]);
     k3_pool_leave();
     return result;
@@ -130,12 +130,28 @@ static const float **pack_all(const k3_isa *isa, int format, const float *x, int
     return rows;
 }
 
+enum { FIXED_GROUP = 32 };
+
+/* Whether a call is computed in integers where it can be: a single token, by an instruction set that has them. */
+static int in_integers(const k3_isa *isa, int format, int64_t tokens) {
+    return tokens == 1 && format <= K3_Q4 && isa->fix != NULL;
+}
+
+/* Groups first.. of x [cols] as integers, up to the padded length. */
+static void fix_from(const k3_isa *isa, const float *x, int64_t first, int64_t cols, uint8_t *fixed) {
+    for (int64_t group = first; group < k3_padded(cols) / FIXED_GROUP; group++) {
+        int64_t left = cols - group * FIXED_GROUP;
+        isa->fix(x + group * FIXED_GROUP, left < 0 ? 0 : (int)at_most(left, FIXED_GROUP), cols, group, fixed);
+    }
+}
+
 /* -- one matrix ------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     const k3_isa *isa;
     const k3_matrix *m;
     const float *const *x;
+    const uint8_t *fixed; /* the only token in integers, or NULL */
     int64_t tokens, row_blocks;
     float *out;
     int64_t out_stride;
@@ -146,7 +162,10 @@ static void product_tile(void *context, int64_t item, int thread) {
     int64_t t0 = item / job->row_blocks * K3_TOKENS, row0 = item % job->row_blocks * K3_ROWS;
     int tokens = (int)at_most(job->tokens - t0, K3_TOKENS), rows = (int)at_most(job->m->rows - row0, K3_ROWS);
     float *y = tile_buffer(thread, 0);
-    job->isa->tile(job->m, row0, rows, job->x + t0, tokens, y, tile_scratch(thread));
+    if (job->fixed)
+        job->isa->tile_fixed(job->m, row0, rows, job->fixed, job->x[0], y);
+    else
+        job->isa->tile(job->m, row0, rows, job->x + t0, tokens, y, tile_scratch(thread));
     for (int t = 0; t < tokens; t++)
         memcpy(job->out + (t0 + t) * job->out_stride + row0, y + t * K3_ROWS, (size_t)rows * sizeof(float));
 }
@@ -157,8 +176,14 @@ K3_EXPORT int k3_matmul(const k3_isa *isa, int threads, const k3_matrix *m, cons
     if (enter(isa, threads)) return -1;
     const float **rows = pack_all(isa, m->format, x, x_stride, tokens, m->cols);
     if (!rows) return leave(-1);
+    uint8_t *fixed = NULL;
+    if (in_integers(isa, m->format, tokens)) {
+        fixed = reserve(&fixed_buffer, (size_t)isa->fixed_bytes(m->cols));
+        if (!fixed) return leave(-1);
+        fix_from(isa, x, 0, m->cols, fixed);
+    }
     int64_t row_blocks = blocks_of(m->rows, K3_ROWS);
-    product_job job = {isa, m, rows, tokens, row_blocks, out, out_stride};
+    product_job job = {isa, m, rows, fixed, tokens, row_blocks, out, out_stride};
     k3_run(product_tile, &job, row_blocks * blocks_of(tokens, K3_TOKENS));
     return leave(0);
 }
@@ -173,6 +198,9 @@ typedef struct {
     const float *weight;
     const float **x;     /* [pairs] packed inputs */
     const float **inner; /* [pairs] packed SiTU values, the inputs of w2 */
+    uint8_t *fixed;       /* the only token in integers, or NULL */
+    uint8_t *inner_fixed; /* [pairs] its SiTU values in integers, or NULL */
+    int64_t inner_bytes;  /* of one of them */
     atomic_llong *computed; /* [experts] tiles of the inner values that are done */
     atomic_llong *added;    /* [outer_tiles] experts whose outputs have been added to the tile */
     float *out;
@@ -186,11 +214,18 @@ static void inner_tile(const experts_job *job, int64_t expert, int64_t row0, int
     float *gate = tile_buffer(thread, 0), *up = tile_buffer(thread, 1);
     for (int64_t pair = job->start[expert]; pair < job->start[expert + 1]; pair += K3_TOKENS) {
         int tokens = (int)at_most(job->start[expert + 1] - pair, K3_TOKENS);
-        job->isa->tile(&w[0], row0, rows, job->x + pair, tokens, gate, tile_scratch(thread));
-        job->isa->tile(&w[2], row0, rows, job->x + pair, tokens, up, tile_scratch(thread));
+        if (job->fixed) {
+            job->isa->tile_fixed(&w[0], row0, rows, job->fixed, job->x[pair], gate);
+            job->isa->tile_fixed(&w[2], row0, rows, job->fixed, job->x[pair], up);
+        } else {
+            job->isa->tile(&w[0], row0, rows, job->x + pair, tokens, gate, tile_scratch(thread));
+            job->isa->tile(&w[2], row0, rows, job->x + pair, tokens, up, tile_scratch(thread));
+        }
         for (int t = 0; t < tokens; t++) {
             float *inner = (float *)job->inner[pair + t];
             job->isa->situ(gate + t * K3_ROWS, up + t * K3_ROWS, rows, job->beta, job->linear_beta);
+            if (job->inner_fixed) /* a tile is a group */
+                job->isa->fix(gate, rows, w[1].cols, row0 / FIXED_GROUP, job->inner_fixed + pair * job->inner_bytes);
             for (int r = 0; r < rows; r++) {
                 int64_t column = row0 + r, within = column % K3_PAD;
                 inner[column - within + job->isa->position(w[1].format, within)] = gate[t * K3_ROWS + r];
@@ -205,7 +240,10 @@ static void outer_tile(const experts_job *job, int64_t expert, int64_t row0, int
     float *y = tile_buffer(thread, 0);
     for (int64_t pair = job->start[expert]; pair < job->start[expert + 1]; pair += K3_TOKENS) {
         int tokens = (int)at_most(job->start[expert + 1] - pair, K3_TOKENS);
-        job->isa->tile(w, row0, rows, job->inner + pair, tokens, y, tile_scratch(thread));
+        if (job->inner_fixed)
+            job->isa->tile_fixed(w, row0, rows, job->inner_fixed + pair * job->inner_bytes, job->inner[pair], y);
+        else
+            job->isa->tile(w, row0, rows, job->inner + pair, tokens, y, tile_scratch(thread));
         for (int t = 0; t < tokens; t++) {
             float *out = job->out + job->row[pair + t] * job->out_stride + row0;
             for (int r = 0; r < rows; r++) out[r] += job->weight[pair + t] * y[t * K3_ROWS + r];
@@ -248,11 +286,17 @@ K3_EXPORT int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *ma
     const float **packed = pack_all(isa, matrices[0].format, x, x_stride, tokens, cols);
     float *inner = reserve(&inner_buffer, (size_t)(pairs * inner_padded) * sizeof(float));
     atomic_llong *done = reserve(&progress_buffer, (size_t)(experts + outer_tiles) * sizeof(atomic_llong));
-    if (!packed || !inner || !done) return leave(-1);
+    int outer_too = in_integers(isa, matrices[1].format, tokens), inner_too = in_integers(isa, matrices[0].format, tokens);
+    int64_t fixed_bytes = inner_too ? isa->fixed_bytes(cols) : 0, inner_bytes = outer_too ? isa->fixed_bytes(inner_cols) : 0;
+    uint8_t *fixed = reserve(&fixed_buffer, (size_t)(fixed_bytes + pairs * inner_bytes));
+    if (!packed || !inner || !done || ((inner_too || outer_too) && !fixed)) return leave(-1);
+    if (inner_too) fix_from(isa, x, 0, cols, fixed);
     const float **pair_x = packed + tokens, **pair_inner = pair_x + pairs;
     for (int64_t pair = 0; pair < pairs; pair++) {
         float *values = inner + pair * inner_padded;
         if (inner_padded > inner_cols) memset(values + inner_padded - K3_PAD, 0, K3_PAD * sizeof(float));
+        if (outer_too) /* those that no tile writes */
+            fix_from(isa, values, inner_tiles, inner_cols, fixed + fixed_bytes + pair * inner_bytes);
         pair_x[pair] = packed[token[pair]];
         pair_inner[pair] = values;
     }
@@ -260,6 +304,8 @@ K3_EXPORT int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *ma
     experts_job job = {
         .isa = isa, .matrices = matrices, .experts = experts, .inner_tiles = inner_tiles, .outer_tiles = outer_tiles,
         .start = start, .row = row, .weight = weight, .x = pair_x, .inner = pair_inner,
+        .fixed = inner_too ? fixed : NULL, .inner_fixed = outer_too ? fixed + fixed_bytes : NULL,
+        .inner_bytes = inner_bytes,
         .computed = done, .added = done + experts,
         .out = out, .out_stride = out_stride, .beta = beta, .linear_beta = linear_beta,
     };

@@ -43,6 +43,28 @@ typedef struct {
 extern uint16_t k3_mxfp4_words[256][32]; /* the 16 values, then the same again */
 extern k3_mxfp4_bytes k3_mxfp4_halves[256];
 
+/* A KDA layer between its input projections and its output projection for T tokens: model specification 2.3. All arrays
+ * are C-contiguous float32; state and windows are read, the new ones written, none overlaps another. */
+typedef struct {
+    int64_t tokens, heads, width, taps;        /* width: a multiple of 16, at most K3_KDA_WIDTH; taps at most K3_KDA_TAPS */
+    const float *x[3], *z, *gate;              /* q, k, v and the others before anything was applied: [T, heads * width] */
+    const float *b;                            /* [T, heads] */
+    const float *windows, *state;              /* [3, taps - 1, heads * width], [heads, width, width] */
+    const float *tap, *A_log, *dt_bias, *o_norm; /* [3, heads * width, taps], [heads], [heads * width], [width] */
+    float *y, *new_windows, *new_state;        /* y [T, heads * width] */
+    float lower_bound, eps, l2_eps;
+} k3_kda;
+enum { K3_KDA_WIDTH = 256, K3_KDA_TAPS = 8 };
+
+/* For every head h and token t, out = x W_h, or W_h x if transposed: W_h [rows, cols] C-contiguous at w + h * w_stride, x
+ * and out at h * head + t * token; all strides in floats. cols is a multiple of 16. */
+typedef struct {
+    int64_t heads, tokens, rows, cols, transposed;
+    const float *w, *x;
+    float *out;
+    int64_t w_stride, x_head, x_token, out_head, out_token;
+} k3_heads;
+
 /* What one instruction set provides. */
 typedef struct {
     const char *name;
@@ -59,11 +81,20 @@ typedef struct {
     void (*situ)(float *gate, const float *up, int64_t n, float beta, float linear_beta);
     /* the exclusive or of the bytes, some in words: work that is nothing but reading */
     uint64_t (*read_all)(const uint8_t *p, int64_t bytes);
+    void (*kda_head)(const k3_kda *job, int64_t head);
+    void (*head_product)(const k3_heads *job, int64_t head);
+    /* One token in integers (fixed_avx512vnni.h), for MXFP4 and Q4; NULL where the set has no such way. `fix` writes
+     * columns 32 group .. 32 group + columns - 1 of a token of `cols` columns, zeros up to 32, into its part of `fixed`,
+     * which has fixed_bytes(cols); every group up to the padded length has to be written. */
+    int64_t (*fixed_bytes)(int64_t cols);
+    void (*fix)(const float *x, int columns, int64_t cols, int64_t group, uint8_t *fixed);
+    /* y[i] = row (row0 + i) of m . x, which is given in both forms */
+    void (*tile_fixed)(const k3_matrix *m, int64_t row0, int rows, const uint8_t *fixed, const float *packed, float *y);
 } k3_isa;
 
 extern const k3_isa k3_isa_portable;
 #if defined(__x86_64__)
-extern const k3_isa k3_isa_avx2, k3_isa_avx512;
+extern const k3_isa k3_isa_avx2, k3_isa_avx512, k3_isa_avx512vnni;
 #elif defined(__aarch64__)
 extern const k3_isa k3_isa_neon;
 #endif

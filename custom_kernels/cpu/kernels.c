@@ -5,6 +5,7 @@
  * bits of an element depend neither on threads nor on how many tokens are computed together. */
 #include "k3cpu.h"
 
+#include <math.h>
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
@@ -40,6 +41,10 @@ INLINE float float_of_half(uint16_t h) {
 #endif
 #define TIMES(index, count, ...)                                                                                   \
     UNROLL for (int index = 0; index < (count); index++) { __VA_ARGS__ }
+
+#if defined(K3_ISA_AVX512VNNI)
+#define K3_ISA_AVX512
+#endif
 
 #if defined(K3_ISA_AVX512)
 #include "vec_avx512.h"
@@ -137,22 +142,29 @@ INLINE void add_unit(const int format, const int N, const uint8_t *p, row_scales
           }););
 }
 
-/* R rows times N tokens, decoded into registers. The rows that come next are fetched meanwhile, as a CPU's own fetching
- * stops at the end of each short row: into the second cache, since the first can wait for few lines at a time. */
+/* While R rows are multiplied those that come next are fetched, as a CPU's own fetching stops at the end of each short
+ * row: into the second cache, since the first can wait for few lines at a time. The distance, for rows of so many bytes
+ * together, and their scales, which are fetched at once. */
+INLINE int64_t fetch_distance(int64_t block) { return block < AHEAD ? AHEAD / block * block + block : block; }
+INLINE void fetch_scales(const int format, const int R, const k3_matrix *m, int64_t row0) {
+    for (int64_t i = 0; format <= K3_Q8 && i < R * m->scale_bytes; i += 64) {
+        __builtin_prefetch(m->scale + (row0 + R) * m->scale_bytes + i);
+        if (format != K3_MXFP4) __builtin_prefetch(m->bias + (row0 + R) * m->scale_bytes + i);
+    }
+}
+
+/* R rows times N tokens, decoded into registers. */
 INLINE void rows_few(const int format, const int shift, const int R, const int N, const k3_matrix *m, int64_t row0,
                      const float *const *x, float *y) {
     const int bytes = UNIT * weight_bits(format) / 8;
     const int line = bytes < 64 ? 64 / bytes : 1; /* units of a cache line: a whole group or part of one */
-    const int64_t block = R * m->row_bytes, ahead = block < AHEAD ? AHEAD / block * block + block : block;
+    const int64_t ahead = fetch_distance(R * m->row_bytes);
     const vtable table = v_table(integers);
     float s[FEW_BLOCK][ONE_GROUPS], b[FEW_BLOCK][ONE_GROUPS];
     uint8_t copy[UNIT * 4];
     vf sum[FEW_BLOCK][FEW][ACCUMULATORS];
     TIMES(r, R, TIMES(t, N, TIMES(a, ACCUMULATORS, sum[r][t][a] = v_zero(););););
-    for (int64_t i = 0; format <= K3_Q8 && i < R * m->scale_bytes; i += 64) {
-        __builtin_prefetch(m->scale + (row0 + R) * m->scale_bytes + i);
-        if (format != K3_MXFP4) __builtin_prefetch(m->bias + (row0 + R) * m->scale_bytes + i);
-    }
+    fetch_scales(format, R, m, row0);
     for (int64_t c0 = 0; c0 < m->cols; c0 += ONE_DEPTH) {
         int64_t columns = m->cols - c0 < ONE_DEPTH ? m->cols - c0 : ONE_DEPTH, full = columns / UNIT;
         const uint8_t *p[FEW_BLOCK];
@@ -365,8 +377,19 @@ static uint64_t read_all(const uint8_t *p, int64_t bytes) {
     return all;
 }
 
+#include "kda_head.h"
+
+#include "heads.h"
+
+#if defined(K3_ISA_AVX512VNNI)
+#include "fixed_avx512vnni.h"
+#define FIXED fixed_bytes, fix, tile_fixed
+#else
+#define FIXED NULL, NULL, NULL
+#endif
+
 const k3_isa ISA_SYMBOL = {
     ISA_NAME,
     (TILE_ROWS * K3_DEPTH + K3_TOKENS * TILE_ROWS * LANES) * (int64_t)sizeof(float),
-    pack, position, tile, situ, read_all,
+    pack, position, tile, situ, read_all, kda_head, head_product, FIXED,
 };

@@ -3,7 +3,7 @@
 
 #define ISA_SYMBOL k3_isa_avx2
 #define ISA_NAME "avx2"
-enum { VL = 8, ACCUMULATORS = 2, MR = 3, NT = 4, UNIT = 32, FEW_TOKENS = 4, REORDERS = 1 };
+enum { VL = 8, ACCUMULATORS = 2, MR = 3, NT = 4, UNIT = 32, FEW_TOKENS = 4, REORDERS = 1, REGISTERS = 16 };
 #define FEW_ROWS(tokens) ((tokens) <= 2 ? 2 : 1)
 typedef __m256 vf;
 typedef struct {
@@ -11,6 +11,7 @@ typedef struct {
 } vtable;
 
 INLINE vf v_zero(void) { return _mm256_setzero_ps(); }
+INLINE vf v_all(float a) { return _mm256_set1_ps(a); }
 INLINE vf v_load(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void v_store(float *p, vf a) { _mm256_storeu_ps(p, a); }
 INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }

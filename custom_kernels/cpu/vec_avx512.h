@@ -1,14 +1,20 @@
 /* AVX-512 (F, BW, VL, DQ): 16 lanes; 4-bit codes are looked up in a register of 16 floats or of 32 upper halves. */
 #include <immintrin.h>
 
+#if defined(K3_ISA_AVX512VNNI)
+#define ISA_SYMBOL k3_isa_avx512vnni
+#define ISA_NAME "avx512vnni"
+#else
 #define ISA_SYMBOL k3_isa_avx512
 #define ISA_NAME "avx512"
-enum { VL = 16, ACCUMULATORS = 1, MR = 4, NT = 6, UNIT = 32, FEW_TOKENS = 16, REORDERS = 1 };
+#endif
+enum { VL = 16, ACCUMULATORS = 1, MR = 4, NT = 6, UNIT = 32, FEW_TOKENS = 16, REORDERS = 1, REGISTERS = 32 };
 #define FEW_ROWS(tokens) 4
 typedef __m512 vf;
 typedef __m512 vtable;
 
 INLINE vf v_zero(void) { return _mm512_setzero_ps(); }
+INLINE vf v_all(float a) { return _mm512_set1_ps(a); }
 INLINE vf v_load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void v_store(float *p, vf a) { _mm512_storeu_ps(p, a); }
 INLINE vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }

@@ -3,7 +3,7 @@
 
 #define ISA_SYMBOL k3_isa_neon
 #define ISA_NAME "neon"
-enum { VL = 4, ACCUMULATORS = 4, MR = 4, NT = 5, UNIT = 32, FEW_TOKENS = 16, REORDERS = 1 };
+enum { VL = 4, ACCUMULATORS = 4, MR = 4, NT = 5, UNIT = 32, FEW_TOKENS = 16, REORDERS = 1, REGISTERS = 32 };
 #define FEW_ROWS(tokens) ((tokens) == 1 ? 4 : (tokens) == 2 ? 2 : 1)
 typedef float32x4_t vf;
 typedef struct {
@@ -11,6 +11,7 @@ typedef struct {
 } vtable;
 
 INLINE vf v_zero(void) { return vdupq_n_f32(0); }
+INLINE vf v_all(float a) { return vdupq_n_f32(a); }
 INLINE vf v_load(const float *p) { return vld1q_f32(p); }
 INLINE void v_store(float *p, vf a) { vst1q_f32(p, a); }
 INLINE vf v_add(vf a, vf b) { return vaddq_f32(a, b); }

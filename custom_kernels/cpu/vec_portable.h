@@ -2,12 +2,13 @@
  * added, which is the one difference in arithmetic from the other instruction sets. */
 #define ISA_SYMBOL k3_isa_portable
 #define ISA_NAME "portable"
-enum { VL = 4, ACCUMULATORS = 1, MR = 2, NT = 4, UNIT = 32, FEW_TOKENS = 16, REORDERS = 0 };
+enum { VL = 4, ACCUMULATORS = 1, MR = 2, NT = 4, UNIT = 32, FEW_TOKENS = 16, REORDERS = 0, REGISTERS = 16 };
 #define FEW_ROWS(tokens) 2
 typedef float vf __attribute__((vector_size(16)));
 typedef int vtable; /* codes are computed, not looked up */
 
 INLINE vf v_zero(void) { return (vf){0, 0, 0, 0}; }
+INLINE vf v_all(float a) { return (vf){a, a, a, a}; }
 INLINE vf v_load(const float *p) {
     vf a;
     memcpy(&a, p, sizeof a);

@@ -24,7 +24,7 @@ from k3mlx.errors import ModelFilesError, ResourceError, UsageError
 from . import cpu_build
 from .cpu_matrix import RECORD, ExpertRecords, Matrix, stack_experts
 
-ISA_NAMES = ("avx512", "avx2", "neon", "portable")  # best first
+ISA_NAMES = ("avx512vnni", "avx512", "avx2", "neon", "portable")  # best first
 INNER_BYTES = 32 << 20  # SiTU values of one call of experts_mix; more pairs than fit run in several calls
 _SCALE_NAN = 255
 
@@ -52,7 +52,7 @@ def default_threads() -> int:
 
 def available_isas() -> list[str]:
     """The instruction sets that the library has and this CPU can run, best first. Raises ResourceError."""
-    library = _library()
+    library = load_library()
     return [name for name in ISA_NAMES if library.k3_isa_named(name.encode())]
 
 
@@ -71,7 +71,7 @@ class CpuKernels:
 
     isa: str
     threads: int
-    _handle: int
+    handle: int  # of the instruction set, for the library
     spent: Spent = field(default_factory=Spent, compare=False)
 
     def matmul(self, x: F32, matrix: Matrix, out: F32 | None = None) -> F32:
@@ -94,8 +94,8 @@ class CpuKernels:
         tokens = x.size // cols
         if out.size:
             self._call(
-                _library().k3_matmul,
-                *(self._handle, self.threads, matrix.address),
+                load_library().k3_matmul,
+                *(self.handle, self.threads, matrix.address),
                 *(_address(x), cols, tokens, _address(out), rows),
             )
             if matrix.is_mxfp4 and not np.isfinite(out).all():
@@ -155,8 +155,8 @@ class CpuKernels:
             pairs = slice(int(part[0]), int(part[-1]))
             arrays = part - part[0], token[pairs], row[pairs], weight[pairs]
             self._call(
-                _library().k3_experts_mix,
-                *(self._handle, self.threads, records[first:].ctypes.data, last - first),
+                load_library().k3_experts_mix,
+                *(self.handle, self.threads, records[first:].ctypes.data, last - first),
                 *(_address(array) for array in arrays),
                 *(_address(x), x.shape[1], len(x), beta, linear_beta, _address(out), x.shape[1]),
             )
@@ -175,7 +175,7 @@ class CpuKernels:
         """Do nothing but read the bytes of a C-contiguous array on all threads: the yardstick of benchmarks."""
         if not data.flags.c_contiguous:
             raise UsageError(f"an array {data.shape} is not C-contiguous")
-        _library().k3_read(self._handle, self.threads, _address(data), data.nbytes)
+        load_library().k3_read(self.handle, self.threads, _address(data), data.nbytes)
 
     def _call(self, function: Any, *arguments: Any) -> None:
         started = perf_counter()
@@ -201,7 +201,7 @@ def load_cpu_kernels(isa: str | None = None, threads: int | None = None) -> CpuK
     count = default_threads() if threads is None else threads
     if count < 1:
         raise UsageError(f"{count} CPU threads; expected at least 1")
-    return CpuKernels(wanted, count, _library().k3_isa_named(wanted.encode()))
+    return CpuKernels(wanted, count, load_library().k3_isa_named(wanted.encode()))
 
 
 def _batches(start: NDArray[np.int64], limit: int) -> list[tuple[int, int, NDArray[np.int64]]]:
@@ -271,7 +271,7 @@ def _refuse_nan_scales(scales: Sequence[NDArray], names: Sequence[str]) -> None:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     """The shared library, its functions typed. Raises ResourceError when it is not there or not current."""
     if os.name == "nt":
         raise ResourceError("the CPU kernels in C are not built on Windows; numpy and MLX compute instead")
@@ -298,7 +298,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _signatures() -> dict[str, list[Any]]:
-    """Result and argument types of the library's functions, in the order of custom_kernels/cpu/api.c."""
+    """Result and argument types of the library's functions, in the order of api.c and attention.c."""
     pointer, number, size, single = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
     experts = [pointer, size, *[pointer] * 4]  # matrices, experts, start, token, row, weight
     return {
@@ -309,4 +309,6 @@ def _signatures() -> dict[str, list[Any]]:
             *(single, single, pointer, size),
         ],
         "k3_read": [ctypes.c_uint64, pointer, number, pointer, size],
+        "k3_kda_step": [None, pointer, number, pointer],
+        "k3_heads_product": [None, pointer, number, pointer],
     }

@@ -26,14 +26,16 @@ FLAGS = [
     *("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 ]
-PLAIN_UNITS = ("api", "pool", "tables", "kernels")
+PLAIN_UNITS = ("api", "attention", "pool", "tables", "kernels")
+_AVX512 = [
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
+    "-mprefer-vector-width=512",
+]
 ISA_FLAGS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "AVX2": ["-mavx2", "-mfma", "-mf16c"],
-        "AVX512": [
-            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
-            "-mprefer-vector-width=512",
-        ],
+        "AVX512": _AVX512,
+        "AVX512VNNI": [*_AVX512, "-mavx512vnni"],
     },
     "aarch64": {"NEON": []},
 }

@@ -1,24 +1,27 @@
 """Checks the CPU kernels of this machine against float64 in a fraction of a second.
 
-Owns small cases of every format and of the fused experts. Who acts on a failure is the caller's business.
+Owns small cases of every format, of the fused experts and of attention. Who acts on a failure is the caller's business.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from k3mlx.checkpoint import mxfp4
+from k3mlx.reference import kda, mla
 from k3mlx.reference.moe import mix_experts
 
 from .cpu import CpuKernels
+from .cpu_attention import CpuAttention
 from .cpu_matrix import Matrix
 
 TOLERANCE = 1e-6  # of the sum of the products' magnitudes, the scale on which float32 sums err
 EXPERTS_TOLERANCE = 2e-6  # of the largest output: two products and SiTU behind one another
-_TOKENS = (1, 3, 18)  # the three ways a tile is computed
+ATTENTION_TOLERANCE = 3e-6  # of the largest element
+_TOKENS = (1, 3, 18)  # the ways a tile is computed
 
 
 class Check(NamedTuple):
@@ -31,7 +34,7 @@ class Check(NamedTuple):
 
 
 def verify(kernels: CpuKernels) -> list[Check]:
-    """Compare every format's product and the fused experts with float64."""
+    """Compare every format's product, the fused experts and the parts of attention with float64."""
     rng = np.random.default_rng(6)
     checks = []
     for name, matrix, weight in _matrices(rng):
@@ -42,6 +45,8 @@ def verify(kernels: CpuKernels) -> list[Check]:
         checks.append(Check(name, worst <= TOLERANCE, worst, TOLERANCE))
     worst = _experts_error(kernels, rng)
     checks.append(Check("experts_mix", worst <= EXPERTS_TOLERANCE, worst, EXPERTS_TOLERANCE))
+    for name, worst in (("kda_step", _kda_error(kernels, rng)), ("per_head", _heads_error(kernels, rng))):
+        checks.append(Check(name, worst <= ATTENTION_TOLERANCE, worst, ATTENTION_TOLERANCE))
     return checks
 
 
@@ -111,6 +116,30 @@ def _experts_error(kernels: CpuKernels, rng: np.random.Generator) -> float:
         x.astype(np.float64), ids, weights, lambda chosen: [(int(i), wide[i]) for i in chosen], 4.0, 25.0
     )
     return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+def _kda_error(kernels: CpuKernels, rng: np.random.Generator) -> float:
+    tokens, heads, width, taps = 3, 3, 128, 4
+    shapes: list[tuple[int, ...]] = [(tokens, heads * width)] * 4 + [(tokens, heads), (tokens, heads * width)]
+    shapes += [(3, taps - 1, heads * width), (heads, width, width)]
+    shapes += [(3, heads * width, taps), (heads,), (heads * width,), (width,)]
+    arrays: list[Any] = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    limits: Any = (-5.0, 1e-5, 1e-6)
+    exact = kda.kda_step(*(array.astype(np.float64) for array in arrays), *limits)
+    got = CpuAttention(kernels).kda_step(*arrays, *limits)
+    errors = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(got, exact, strict=True)]
+    return float(np.max(errors))
+
+
+def _heads_error(kernels: CpuKernels, rng: np.random.Generator) -> float:
+    maps = rng.standard_normal((3, 48, 160)).astype(np.float32)
+    worst = 0.0
+    for x, w in (((2, 3, 48), maps), ((2, 3, 160), maps.transpose(0, 2, 1))):
+        vectors = rng.standard_normal(x).astype(np.float32)
+        exact = mla.per_head(vectors.astype(np.float64), w.astype(np.float64))
+        error = np.abs(CpuAttention(kernels).per_head(vectors, w) - exact).max() / np.abs(exact).max()
+        worst = _largest(worst, error)
+    return worst
 
 
 _NAMES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(np.uint16): "bf16"}

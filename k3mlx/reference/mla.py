@@ -5,6 +5,8 @@ normalised latent (r values) and the extra key part (e values) shared by all hea
 Source: model specification §2.5.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .ops import Array, softmax
@@ -19,23 +21,48 @@ def split_kv_b(kv_b: Array, heads: int, nope: int) -> tuple[Array, Array]:
     return per_head[:, :nope], per_head[:, nope:]
 
 
-def attend(q_nope: Array, q_ext: Array, latent: Array, ext: Array, U: Array, O: Array, scale: float) -> Array:
+def per_head(x: Array, maps: Array) -> Array:
+    """Each head's vectors times the head's matrix: x [T, H, a], maps [H, a, b] -> [T, H, b]."""
+    return (x.transpose(1, 0, 2) @ maps).transpose(1, 0, 2)
+
+
+PerHead = Callable[[Array, Array], Array]
+
+
+def attend(
+    q_nope: Array,
+    q_ext: Array,
+    latent: Array,
+    ext: Array,
+    U: Array,
+    O: Array,
+    scale: float,
+    per_head: PerHead = per_head,
+) -> Array:
     """Causal attention of the last T cached tokens over the whole cache, in the cheaper of two forms.
 
     q_nope [T, H, n]; q_ext [T, H, e]; latent [S, r] and ext [S, e], S >= T, the newest token last;
-    U [H, n, r]; O [H, m, r]; scale multiplies the scores. Returns [T, H, m].
+    U [H, n, r]; O [H, m, r]; scale multiplies the scores; `per_head` multiplies with U and O. Returns [T, H, m].
     """
     tokens, _, n = q_nope.shape
     cached, r = latent.shape
     m, e = O.shape[1], ext.shape[1]
     expanded = tokens * cached * (n + e + m) + cached * r * (n + m)
     absorbed = tokens * cached * (r + e + r) + tokens * r * (n + m)
-    form = attend_absorbed if absorbed <= expanded else attend_expanded
-    return form(q_nope, q_ext, latent, ext, U, O, scale)
+    if absorbed <= expanded:
+        return attend_absorbed(q_nope, q_ext, latent, ext, U, O, scale, per_head)
+    return attend_expanded(q_nope, q_ext, latent, ext, U, O, scale)
 
 
 def attend_absorbed(
-    q_nope: Array, q_ext: Array, latent: Array, ext: Array, U: Array, O: Array, scale: float
+    q_nope: Array,
+    q_ext: Array,
+    latent: Array,
+    ext: Array,
+    U: Array,
+    O: Array,
+    scale: float,
+    per_head: PerHead = per_head,
 ) -> Array:
     """`attend` as multi-query attention in the latent space: keys are never expanded.
 
@@ -44,9 +71,9 @@ def attend_absorbed(
     """
     tokens, heads, _ = q_nope.shape
     cached, rank = latent.shape
-    q_lat = q_nope.transpose(1, 0, 2) @ U  # [H, T, r]
+    q_lat = per_head(q_nope, U).transpose(1, 0, 2)  # [H, T, r]
     q_ext = q_ext.transpose(1, 0, 2)  # [H, T, e]
-    out = np.empty((heads, tokens, O.shape[1]), q_nope.dtype)
+    out = np.empty((tokens, heads, O.shape[1]), q_nope.dtype)
     step = max(1, SCORE_ELEMENTS // (heads * cached))
     for t0 in range(0, tokens, step):
         rows = slice(t0, min(t0 + step, tokens))
@@ -55,8 +82,8 @@ def attend_absorbed(
         scores = (scores * q_nope.dtype.type(scale)).reshape(heads, -1, cached)
         scores[:, _future(rows, 0, cached, cached - tokens)] = -np.inf
         mixed = softmax(scores).reshape(-1, cached) @ latent
-        out[:, rows] = mixed.reshape(heads, -1, rank) @ O.transpose(0, 2, 1)
-    return out.transpose(1, 0, 2)
+        out[rows] = per_head(mixed.reshape(heads, -1, rank).transpose(1, 0, 2), O.transpose(0, 2, 1))
+    return out
 
 
 def attend_expanded(

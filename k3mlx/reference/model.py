@@ -20,7 +20,7 @@ from k3mlx.stages import Probe, no_probe, prefixed
 
 from .attn_res import attn_res_mix
 from .kda import kda_step
-from .mla import attend, split_kv_b
+from .mla import PerHead, attend, per_head, split_kv_b
 from .moe import Experts, select_topk
 from .ops import Array, rms_norm, sigmoid, situ_mlp
 from .state import KdaState, LatentCache, LayerState, State
@@ -57,11 +57,20 @@ class Residual:
     partial: Array
 
 
+@dataclass(frozen=True)
+class AttentionParts:
+    """What there may be kernels for between the projections of attention: `kda.kda_step` and `mla.per_head`."""
+
+    kda_step: Callable[..., tuple[Array, Array, Array]] = kda_step
+    per_head: PerHead = per_head
+
+
 class ReferenceModel:
     """The text model with its dense weights in memory, in one dtype.
 
     `experts` fetches and applies the routed experts (see `moe.py`). `layers` and `outer`, loaded here if None, may
-    read weights when their turn comes. `forward` is `embed`, each `layer` and `head`.
+    read weights when their turn comes. `attention`: kernels in place of numpy. `forward` is `embed`, each `layer` and
+    `head`.
     """
 
     def __init__(
@@ -71,8 +80,10 @@ class ReferenceModel:
         dtype: np.dtype,
         layers: Sequence[LayerWeights] | None = None,
         outer: Mapping[str, Any] | None = None,
+        attention: AttentionParts | None = None,
     ) -> None:
         self.config = checkpoint.config
+        self.attention = attention or AttentionParts()
         self.dtype = np.dtype(dtype)
         self.experts = experts
         self.products = (
@@ -162,7 +173,7 @@ class ReferenceModel:
         b = probe("b", x @ w["b_proj"].T)
         gate = probe("gate", x @ w["g_proj"].T)
         with self.products:
-            y, windows, state = kda_step(
+            y, windows, state = self.attention.kda_step(
                 q, k, v, z, b, gate, old.windows, old.state,
                 w["taps"], w["A_log"], w["dt_bias"], w["o_norm"],
                 self.config.gate_lower_bound, self.config.rms_norm_eps, self.config.l2_norm_eps, probe,
@@ -184,7 +195,7 @@ class ReferenceModel:
         with self.products:
             o = attend(
                 q[..., :nope], q[..., nope:], rows[:, :rank], rows[:, rank:], key_map, value_map,
-                config.qk_head_dim**-0.5,
+                config.qk_head_dim**-0.5, self.attention.per_head,
             )  # fmt: skip
         o, gate = probe("heads", o), probe("gate", x @ w["g_proj"].T)
         y = probe("gated", o.reshape(len(x), heads * config.v_head_dim) * sigmoid(gate))

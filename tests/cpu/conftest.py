@@ -13,7 +13,7 @@ def _isas() -> list[str]:
     try:
         return cpu.available_isas()
     except ResourceError as first:
-        cpu._library.cache_clear()
+        cpu.load_library.cache_clear()
         try:
             cpu_build.build()
             return cpu.available_isas()

@@ -19,9 +19,9 @@ from tests.paths import ROOT
 @pytest.fixture
 def fresh_library(monkeypatch):
     """Forget the loaded library for the test, and again after it."""
-    cpu._library.cache_clear()
+    cpu.load_library.cache_clear()
     yield monkeypatch
-    cpu._library.cache_clear()
+    cpu.load_library.cache_clear()
 
 
 def test_the_self_check_passes(kernels):

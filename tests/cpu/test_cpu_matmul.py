@@ -83,13 +83,65 @@ def test_mxfp4_rows_that_end_inside_a_block(kernels, rng, cols):
 @pytest.mark.parametrize("name", ["mxfp4", "int4-64-b", "int8-32-f", "bf16", "float16", "float32"])
 def test_bits_depend_neither_on_threads_nor_on_grouping(isa, rng, name):
     matrix, _ = make(rng, name, 200, 1152)
-    x = rng.standard_normal((61, 1152)).astype(np.float32)
-    whole = load_cpu_kernels(isa, threads=1).matmul(x, matrix)
-    for threads in (1, 2, 3, 8):
+    x = rng.standard_normal((62, 1152)).astype(np.float32)
+
+    def in_parts(threads: int, size: int) -> np.ndarray:
         kernels = load_cpu_kernels(isa, threads)
-        for size in (61, 48, 16, 7, 4, 3, 1):
-            parts = [kernels.matmul(x[i : i + size], matrix) for i in range(0, len(x), size)]
-            assert np.array_equal(np.concatenate(parts), whole), f"{threads} threads, {size} tokens a call"
+        return np.concatenate([kernels.matmul(x[i : i + size], matrix) for i in range(0, len(x), size)])
+
+    whole, alone = in_parts(1, len(x)), in_parts(1, 1)
+    in_integers = isa == "avx512vnni" and name in ("mxfp4", "int4-64-b")
+    assert np.array_equal(whole, alone) != in_integers
+    for threads in (1, 2, 3, 8):
+        for size in (62, 48, 16, 7, 4, 3):  # none leaves a token over
+            assert np.array_equal(in_parts(threads, size), whole), f"{threads} threads, {size} tokens a call"
+        assert np.array_equal(in_parts(threads, 1), alone), f"{threads} threads, a token a call"
+
+
+def spread(rng: np.random.Generator, tokens: int, cols: int) -> np.ndarray:
+    """Activations of very different sizes, of which those of a group differ by up to 2^20."""
+    return np.ldexp(rng.standard_normal((tokens, cols)), rng.integers(-10, 10, (tokens, cols))).astype(
+        np.float32
+    )
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4-32-f", "int4-64-b", "int4-128-h"])
+def test_a_single_token_of_uneven_activations(kernels, rng, name):
+    for cols in (128, 640, 4480):
+        matrix, weight = make(rng, name, 70, cols)
+        below_two = np.full((1, cols), np.nextafter(np.float32(2), 0))  # the largest mantissa
+        for x in (
+            spread(rng, 1, cols),
+            np.zeros((1, cols)),
+            1e-30 * spread(rng, 1, cols),
+            below_two,
+            -below_two,
+        ):
+            check(kernels, matrix, weight, x.astype(np.float32), f"{name}, uneven")
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4-64-f"])
+def test_a_single_token_where_integers_cannot_serve(kernels, rng, name):
+    """Groups of activations and rows of scales at the ends of the range of float32, beside common ones."""
+    matrix, _ = make(rng, name, 70, 640)
+    sizes = np.repeat([1, 1e-37, 1e-20, 1e18, 1, 1e-30, 1e30, 1, 1e-44, 1], 64)
+    if name == "mxfp4":
+        packed, scale = (array.copy() for array in matrix.arrays)
+        scale[::3] = rng.integers(0, 40, scale[::3].shape)
+        scale[1::7] = rng.integers(140, 160, scale[1::7].shape)
+        matrix, weight = Matrix.mxfp4(packed, scale), mxfp4.decode(packed, scale, np.float64)
+    else:
+        words, scales, biases = (array.copy() for array in matrix.arrays)
+        scales[::3] *= np.float32(1e-25)
+        scales[1::7] = 0
+        biases[::3] *= np.float32(1e-25)
+        matrix = Matrix.affine(words, scales, biases, 4, 64)
+        weight = decode_affine(words, scales, biases, 4, 64)
+    common = rng.standard_normal((1, 640)).astype(np.float32)
+    rows = np.abs(weight).max(axis=1) < 1e6  # whose products with the large activations are floats
+    for x in (common, (sizes * common).astype(np.float32)):
+        got = kernels.matmul(x, matrix)
+        assert relative_error(got[:, rows], x, weight[rows]) <= 1e-6
 
 
 def test_every_code_with_every_scale(kernels):

@@ -1,7 +1,8 @@
 """The kernels under sanitizers, valgrind and an Arm emulator: cases go through a C program of their own.
 
 A CASES file: number of cases; for each: threads, offset, experts, tokens; matrices (format, group, scale type, rows,
-cols, row bytes, scale bytes as int64, then weights, scales, biases); x; with experts also start, token, weight.
+cols, row bytes, scale bytes as int64, then weights, scales, biases); x; with experts also start, token, weight. With
+experts -1 and -2 follow the sizes and arrays of a KDA step, or of products head by head, in place of matrices.
 """
 
 import os
@@ -17,7 +18,9 @@ import pytest
 from k3mlx.kernels import cpu_build
 from k3mlx.kernels.cpu_matrix import Matrix
 from k3mlx.kernels.cpu_verify import relative_error
+from k3mlx.reference import kda, mla
 
+from .test_cpu_attention import in_float64, kda_case
 from .test_cpu_experts import Case
 from .test_cpu_matmul import FORMATS, make
 
@@ -96,9 +99,31 @@ def mixture(seed: int) -> tuple[bytes, np.ndarray]:
     return head + matrices + arrays, case.expected()
 
 
+def kda_steps(seed: int) -> tuple[bytes, np.ndarray]:
+    tokens, heads, width, taps = ((1, 3, 128, 4), (2, 2, 48, 3), (5, 1, 256, 8))[seed]
+    case = kda_case(np.random.default_rng(seed), tokens, heads, width, taps)
+    head = np.array([1 + seed, 0, -1, tokens, heads, width, taps], np.int64).tobytes()
+    arrays = [part for part in case if isinstance(part, np.ndarray)]
+    expected = np.concatenate([part.ravel() for part in kda.kda_step(*in_float64(case))])
+    return head + b"".join(array.tobytes() for array in arrays), expected
+
+
+def head_products(seed: int) -> tuple[bytes, np.ndarray]:
+    tokens, heads, rows, cols = ((1, 3, 7, 144), (3, 2, 20, 16))[seed // 2]
+    rng, transposed = np.random.default_rng(seed), seed % 2
+    w = rng.standard_normal((heads, rows, cols)).astype(np.float32)
+    x = rng.standard_normal((tokens, heads, cols if transposed else rows)).astype(np.float32)
+    maps = w.transpose(0, 2, 1) if transposed else w
+    head = np.array([2, 0, -2, tokens, heads, rows, cols, transposed], np.int64).tobytes()
+    return head + w.tobytes() + x.tobytes(), mla.per_head(
+        x.astype(np.float64), maps.astype(np.float64)
+    ).ravel()
+
+
 def run_and_check(command: list[str], isa: str, folder: Path, count: int = 84, largest: int = 1500) -> None:
     matmuls, mixtures = list(products(count, largest)), [mixture(seed) for seed in range(3)]
-    cases = [m[0] for m in matmuls] + [m[0] for m in mixtures]
+    attention = [kda_steps(seed) for seed in range(3)] + [head_products(seed) for seed in range(4)]
+    cases = [m[0] for m in (*matmuls, *mixtures, *attention)]
     (folder / "cases").write_bytes(np.int64(len(cases)).tobytes() + b"".join(cases))
     done = subprocess.run(
         [*command, isa, str(folder / "cases"), str(folder / "results")],
@@ -120,6 +145,10 @@ def run_and_check(command: list[str], isa: str, folder: Path, count: int = 84, l
         got = results[at : at + expected.size].reshape(expected.shape)
         assert np.abs(got - expected).max() <= 1e-6 * np.abs(expected).max(), f"mixture {number}"
         at += expected.size
+    for number, (_, expected) in enumerate(attention):
+        got = results[at : at + expected.size]
+        assert np.abs(got - expected).max() <= 3e-6 * np.abs(expected).max(), f"part of attention {number}"
+        at += expected.size
     assert at == len(results)
 
 
@@ -129,7 +158,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_harness(tmp_path_factory.mktemp("sanitized"), "cc", all_units(machine), SANITIZE)
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "neon"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512vnni", "neon"])
 def test_address_and_undefined_behaviour_sanitizers(sanitized, tmp_path, isa):
     run_and_check([str(sanitized)], isa, tmp_path)
 
