@@ -120,9 +120,11 @@ def _experts_error(kernels: CpuKernels, rng: np.random.Generator) -> float:
 
 def _kda_error(kernels: CpuKernels, rng: np.random.Generator) -> float:
     tokens, heads, width, taps = 3, 3, 128, 4
-    shapes: list[tuple[int, ...]] = [(tokens, heads * width)] * 4 + [(tokens, heads), (tokens, heads * width)]
-    shapes += [(3, taps - 1, heads * width), (heads, width, width)]
-    shapes += [(3, heads * width, taps), (heads,), (heads * width,), (width,)]
+    P = heads * width
+    shapes: list[tuple[int, ...]] = [
+        *[(tokens, P)] * 4, (tokens, heads), (tokens, P), (3, taps - 1, P), (heads, width, width),
+        (3, P, taps), (heads,), (P,), (width,),
+    ]  # fmt: skip
     arrays: list[Any] = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     limits: Any = (-5.0, 1e-5, 1e-6)
     exact = kda.kda_step(*(array.astype(np.float64) for array in arrays), *limits)
