@@ -58,8 +58,8 @@ INLINE float float_of_half(uint16_t h) {
 
 #include "situ.h"
 
-/* Up to FEW_TOKENS tokens, weights are decoded into registers for 4, 2 or 1 at a time, FEW_BLOCK rows in turn. */
-enum { FEW = 4, FEW_BLOCK = 4 };
+/* Up to FEW_TOKENS tokens, weights are decoded into registers for up to FEW at a time, FEW_BLOCK rows in turn. */
+enum { FEW_BLOCK = 4 };
 enum { LANES = VL * ACCUMULATORS }; /* a sum is kept in so many parts, enough to hide the latency of an addition */
 enum { UNIT_VECTORS = UNIT / VL, GROUPS = K3_DEPTH / 32, ONE_DEPTH = 4096, ONE_GROUPS = ONE_DEPTH / 32 };
 enum { TILE_ROWS = (K3_ROWS + MR - 1) / MR * MR }; /* rows of the decoded tile; those beyond K3_ROWS are zero */
@@ -204,18 +204,28 @@ INLINE void rows_few(const int format, const int shift, const int R, const int N
 INLINE void block_few(const int format, const int shift, const int N, const k3_matrix *m, int64_t row0,
                       const float *const *x, float *y) {
     const int R = FEW_ROWS(N);
+    if (N > FEW) return; /* not asked for, and not compiled */
     for (int r = 0; r < FEW_BLOCK; r += R) rows_few(format, shift, R, N, m, row0 + r, x, y + r);
 }
 
+/* The tokens in as few passes over the weights as there can be, of about as many tokens each. */
 INLINE void tile_few(const int format, const int shift, const k3_matrix *m, int64_t row0, int rows,
                      const float *const *x, int tokens, float *y) {
+    const int passes = (tokens + FEW - 1) / FEW;
     int r = 0;
-    for (; r + FEW_BLOCK <= rows; r += FEW_BLOCK) {
-        int t = 0;
-        for (; t + 4 <= tokens; t += 4) block_few(format, shift, 4, m, row0 + r, x + t, y + t * K3_ROWS + r);
-        for (; t + 2 <= tokens; t += 2) block_few(format, shift, 2, m, row0 + r, x + t, y + t * K3_ROWS + r);
-        for (; t < tokens; t++) block_few(format, shift, 1, m, row0 + r, x + t, y + t * K3_ROWS + r);
-    }
+    for (; r + FEW_BLOCK <= rows; r += FEW_BLOCK)
+        for (int pass = 0; pass < passes; pass++) {
+            const int t = tokens * pass / passes, count = tokens * (pass + 1) / passes - t;
+            const float *const *xt = x + t;
+            float *yt = y + t * K3_ROWS + r;
+            switch (count) {
+                case 1: block_few(format, shift, 1, m, row0 + r, xt, yt); break;
+                case 2: block_few(format, shift, 2, m, row0 + r, xt, yt); break;
+                case 3: block_few(format, shift, 3, m, row0 + r, xt, yt); break;
+                case 4: block_few(format, shift, 4, m, row0 + r, xt, yt); break;
+                default: block_few(format, shift, 5, m, row0 + r, xt, yt);
+            }
+        }
     for (; r < rows; r++)
         for (int t = 0; t < tokens; t++) rows_few(format, shift, 1, 1, m, row0 + r, x + t, y + t * K3_ROWS + r);
 }

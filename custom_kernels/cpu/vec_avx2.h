@@ -3,7 +3,7 @@
 
 #define ISA_SYMBOL k3_isa_avx2
 #define ISA_NAME "avx2"
-enum { VL = 8, ACCUMULATORS = 2, MR = 3, NT = 4, UNIT = 32, FEW_TOKENS = 4, REORDERS = 1, REGISTERS = 16 };
+enum { VL = 8, ACCUMULATORS = 2, MR = 3, NT = 4, UNIT = 32, FEW = 4, FEW_TOKENS = 4, REORDERS = 1, REGISTERS = 16 };
 #define FEW_ROWS(tokens) ((tokens) <= 2 ? 2 : 1)
 typedef __m256 vf;
 typedef struct {

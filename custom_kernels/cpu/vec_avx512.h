@@ -8,7 +8,7 @@
 #define ISA_SYMBOL k3_isa_avx512
 #define ISA_NAME "avx512"
 #endif
-enum { VL = 16, ACCUMULATORS = 1, MR = 4, NT = 6, UNIT = 32, FEW_TOKENS = 16, REORDERS = 1, REGISTERS = 32 };
+enum { VL = 16, ACCUMULATORS = 1, MR = 4, NT = 6, UNIT = 32, FEW = 5, FEW_TOKENS = 16, REORDERS = 1, REGISTERS = 32 };
 #define FEW_ROWS(tokens) 4
 typedef __m512 vf;
 typedef __m512 vtable;

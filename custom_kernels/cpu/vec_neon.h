@@ -3,7 +3,7 @@
 
 #define ISA_SYMBOL k3_isa_neon
 #define ISA_NAME "neon"
-enum { VL = 4, ACCUMULATORS = 4, MR = 4, NT = 5, UNIT = 32, FEW_TOKENS = 16, REORDERS = 1, REGISTERS = 32 };
+enum { VL = 4, ACCUMULATORS = 4, MR = 4, NT = 5, UNIT = 32, FEW = 4, FEW_TOKENS = 16, REORDERS = 1, REGISTERS = 32 };
 #define FEW_ROWS(tokens) ((tokens) == 1 ? 4 : (tokens) == 2 ? 2 : 1)
 typedef float32x4_t vf;
 typedef struct {
