@@ -101,24 +101,28 @@ static int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1
 
 /* -- packing ---------------------------------------------------------------------------------------------------- */
 
+/* Floats from a packed token to the next: a cache line more than it has, since lengths are often multiples of what the
+ * first cache holds in a way, and tokens are read side by side. */
+static int64_t packed_stride(int64_t cols) { return k3_padded(cols) + K3_ALIGN / (int64_t)sizeof(float); }
+
 typedef struct {
     const k3_isa *isa;
     int format;
     const float *x;
     int64_t cols, x_stride;
-    float *packed; /* [tokens, k3_padded(cols)] */
+    float *packed; /* [tokens, packed_stride(cols)] */
 } pack_job;
 
 static void pack_token(void *context, int64_t token, int thread) {
     const pack_job *job = context;
     (void)thread;
-    job->isa->pack(job->format, job->x + token * job->x_stride, job->cols, job->packed + token * k3_padded(job->cols));
+    job->isa->pack(job->format, job->x + token * job->x_stride, job->cols, job->packed + token * packed_stride(job->cols));
 }
 
 /* x [tokens, cols] in the order of `format`, and a pointer to each row; NULL without memory. */
 static const float **pack_all(const k3_isa *isa, int format, const float *x, int64_t x_stride, int64_t tokens,
                               int64_t cols) {
-    float *packed = reserve(&packed_buffer, (size_t)(tokens * k3_padded(cols)) * sizeof(float));
+    float *packed = reserve(&packed_buffer, (size_t)(tokens * packed_stride(cols)) * sizeof(float));
     const float **rows = reserve(&pointer_buffer, (size_t)tokens * sizeof(float *));
     if (!packed || !rows) return NULL;
     pack_job job = {isa, format, x, cols, x_stride, packed};
@@ -126,7 +130,7 @@ static const float **pack_all(const k3_isa *isa, int format, const float *x, int
         for (int64_t t = 0; t < tokens; t++) pack_token(&job, t, 0);
     else
         k3_run(pack_token, &job, tokens);
-    for (int64_t t = 0; t < tokens; t++) rows[t] = packed + t * k3_padded(cols);
+    for (int64_t t = 0; t < tokens; t++) rows[t] = packed + t * packed_stride(cols);
     return rows;
 }
 
@@ -284,7 +288,7 @@ K3_EXPORT int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *ma
     if (enter(isa, threads)) return -1;
     if (!reserve(&pointer_buffer, (size_t)(tokens + 2 * pairs) * sizeof(float *))) return leave(-1);
     const float **packed = pack_all(isa, matrices[0].format, x, x_stride, tokens, cols);
-    float *inner = reserve(&inner_buffer, (size_t)(pairs * inner_padded) * sizeof(float));
+    float *inner = reserve(&inner_buffer, (size_t)(pairs * packed_stride(inner_cols)) * sizeof(float));
     atomic_llong *done = reserve(&progress_buffer, (size_t)(experts + outer_tiles) * sizeof(atomic_llong));
     int outer_too = in_integers(isa, matrices[1].format, tokens), inner_too = in_integers(isa, matrices[0].format, tokens);
     int64_t fixed_bytes = inner_too ? isa->fixed_bytes(cols) : 0, inner_bytes = outer_too ? isa->fixed_bytes(inner_cols) : 0;
@@ -293,7 +297,7 @@ K3_EXPORT int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *ma
     if (inner_too) fix_from(isa, x, 0, cols, fixed);
     const float **pair_x = packed + tokens, **pair_inner = pair_x + pairs;
     for (int64_t pair = 0; pair < pairs; pair++) {
-        float *values = inner + pair * inner_padded;
+        float *values = inner + pair * packed_stride(inner_cols);
         if (inner_padded > inner_cols) memset(values + inner_padded - K3_PAD, 0, K3_PAD * sizeof(float));
         if (outer_too) /* those that no tile writes */
             fix_from(isa, values, inner_tiles, inner_cols, fixed + fixed_bytes + pair * inner_bytes);

@@ -63,7 +63,7 @@ enum { FEW_BLOCK = 4 };
 enum { LANES = VL * ACCUMULATORS }; /* a sum is kept in so many parts, enough to hide the latency of an addition */
 enum { UNIT_VECTORS = UNIT / VL, GROUPS = K3_DEPTH / 32, ONE_DEPTH = 4096, ONE_GROUPS = ONE_DEPTH / 32 };
 enum { TILE_ROWS = (K3_ROWS + MR - 1) / MR * MR }; /* rows of the decoded tile; those beyond K3_ROWS are zero */
-enum { AHEAD = 3 << 11 };                          /* least distance in bytes at which rows are fetched ahead */
+enum { AHEAD = 3 << 12 };                          /* least distance in bytes at which rows are fetched ahead */
 
 static const float integers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
