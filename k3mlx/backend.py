@@ -138,7 +138,7 @@ class NumpyBackend:
         self._kernels["experts"] = experts.kernel
         self._experts, self._dense = experts, dense
         self._calls: Counter[str] = Counter()
-        self._blas = BlasThreads(self.config.hidden_size)
+        self._blas = BlasThreads(self.config.hidden_size, dense is not None)
 
     def new_state(self) -> State:
         return self.model.new_state()
@@ -147,6 +147,7 @@ class NumpyBackend:
         self, ids: Sequence[int], state: State, all_logits: bool, hooks: Hooks
     ) -> tuple[np.ndarray, State]:
         self._calls.update(self._parts_per_pass())
+        self._blas.for_pass(len(ids))
         with np.errstate(all="ignore"):  # damaged weights are reported from the logits, once
             return self.model.forward(ids, state, all_logits, hooks)
 
