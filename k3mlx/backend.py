@@ -25,10 +25,10 @@ from .experts.options import StreamOptions
 from .experts.store import ExpertStore
 from .governor import MemoryPlan
 from .kernels.cpu import CpuKernels
-from .kernels.cpu_attention import CpuAttention
+from .kernels.cpu_parts import native_parts
 from .needs import backend_needs, default_dtype, mlx_cache_limit
 from .on_disk import DiskTensors
-from .reference.model import AttentionParts, Hooks, ReferenceModel
+from .reference.model import Hooks, ReferenceModel
 from .reference.state import State
 from .reference.weights import load_layer, load_outer
 
@@ -126,9 +126,8 @@ class NumpyBackend:
         outer = load_outer(DiskTensors(checkpoint, dense) if thin else self._reader.outer(), item)
         if not streamed:
             self._reader.close()
-        native = None if dense is None else CpuAttention(dense)
-        attention = None if native is None else AttentionParts(native.kda_step, native.per_head)
-        self.model = ReferenceModel(checkpoint, experts, item, self._ring, outer, attention)
+        parts = None if dense is None else native_parts(dense)
+        self.model = ReferenceModel(checkpoint, experts, item, self._ring, outer, parts)
         stored = {} if dense is None else formats(checkpoint)
         self._formats = dict.fromkeys(self._parts_per_pass(), dtype) | stored
         self._formats["experts"] = "mxfp4" if checkpoint.mxfp4 else dtype

@@ -51,7 +51,8 @@ typedef struct {
 
 enum { KEEP_BYTES = 8 << 20 }; /* larger buffers are given back at the end of a call */
 
-static buffer scratch[K3_MAX_THREADS], packed_buffer, fixed_buffer, inner_buffer, pointer_buffer, progress_buffer;
+static buffer scratch[K3_MAX_THREADS], packed_buffer[2], pointer_buffer[2], fixed_buffer, inner_buffer, pair_buffer,
+    progress_buffer;
 
 static void release(buffer *b) {
     free(b->data);
@@ -84,8 +85,9 @@ static int enter(const k3_isa *isa, int threads) {
 }
 
 static int leave(int result) {
-    buffer *buffers[] = {&packed_buffer, &fixed_buffer, &inner_buffer, &pointer_buffer, &progress_buffer};
-    for (int i = 0; i < 5; i++)
+    buffer *buffers[] = {&packed_buffer[0], &packed_buffer[1], &pointer_buffer[0], &pointer_buffer[1],
+                         &fixed_buffer,     &inner_buffer,     &pair_buffer,       &progress_buffer};
+    for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
         if (buffers[i]->size > KEEP_BYTES) release(buffers[i]);
     k3_pool_leave();
     return result;
@@ -119,11 +121,13 @@ static void pack_token(void *context, int64_t token, int thread) {
     job->isa->pack(job->format, job->x + token * job->x_stride, job->cols, job->packed + token * packed_stride(job->cols));
 }
 
-/* x [tokens, cols] in the order of `format`, and a pointer to each row; NULL without memory. */
+/* x [tokens, cols] in the order of `format`, and a pointer to each row; NULL without memory. Formats of the two orders,
+ * that of 4-bit codes and that of the others, do not share the memory. */
 static const float **pack_all(const k3_isa *isa, int format, const float *x, int64_t x_stride, int64_t tokens,
                               int64_t cols) {
-    float *packed = reserve(&packed_buffer, (size_t)(tokens * packed_stride(cols)) * sizeof(float));
-    const float **rows = reserve(&pointer_buffer, (size_t)tokens * sizeof(float *));
+    const int order = format <= K3_Q4;
+    float *packed = reserve(&packed_buffer[order], (size_t)(tokens * packed_stride(cols)) * sizeof(float));
+    const float **rows = reserve(&pointer_buffer[order], (size_t)tokens * sizeof(float *));
     if (!packed || !rows) return NULL;
     pack_job job = {isa, format, x, cols, x_stride, packed};
     if (tokens < 8)
@@ -149,46 +153,62 @@ static void fix_from(const k3_isa *isa, const float *x, int64_t first, int64_t c
     }
 }
 
-/* -- one matrix ------------------------------------------------------------------------------------------------- */
+/* -- matrices --------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const k3_matrix *m;
+    const float *const *x; /* packed for the format */
+    const uint8_t *fixed;  /* the only token in integers, or NULL */
+    float *out;
+    int64_t first, row_blocks; /* its items, of which there is one for a tile, begin at `first` */
+} product;
 
 typedef struct {
     const k3_isa *isa;
-    const k3_matrix *m;
-    const float *const *x;
-    const uint8_t *fixed; /* the only token in integers, or NULL */
-    int64_t tokens, row_blocks;
-    float *out;
-    int64_t out_stride;
+    int64_t count, tokens;
+    product products[K3_MANY];
 } product_job;
 
 static void product_tile(void *context, int64_t item, int thread) {
     const product_job *job = context;
-    int64_t t0 = item / job->row_blocks * K3_TOKENS, row0 = item % job->row_blocks * K3_ROWS;
-    int tokens = (int)at_most(job->tokens - t0, K3_TOKENS), rows = (int)at_most(job->m->rows - row0, K3_ROWS);
+    const product *p = job->products;
+    while (p + 1 < job->products + job->count && p[1].first <= item) p++;
+    item -= p->first;
+    int64_t t0 = item / p->row_blocks * K3_TOKENS, row0 = item % p->row_blocks * K3_ROWS;
+    int tokens = (int)at_most(job->tokens - t0, K3_TOKENS), rows = (int)at_most(p->m->rows - row0, K3_ROWS);
     float *y = tile_buffer(thread, 0);
-    if (job->fixed)
-        job->isa->tile_fixed(job->m, row0, rows, job->fixed, job->x[0], y);
+    if (p->fixed)
+        job->isa->tile_fixed(p->m, row0, rows, p->fixed, p->x[0], y);
     else
-        job->isa->tile(job->m, row0, rows, job->x + t0, tokens, y, tile_scratch(thread));
+        job->isa->tile(p->m, row0, rows, p->x + t0, tokens, y, tile_scratch(thread));
     for (int t = 0; t < tokens; t++)
-        memcpy(job->out + (t0 + t) * job->out_stride + row0, y + t * K3_ROWS, (size_t)rows * sizeof(float));
+        memcpy(p->out + (t0 + t) * p->m->rows + row0, y + t * K3_ROWS, (size_t)rows * sizeof(float));
 }
 
-/* out[t] = m x[t]; x [tokens, m->cols], out [tokens, m->rows], strides in floats. Returns 0, or -1 without memory. */
-K3_EXPORT int k3_matmul(const k3_isa *isa, int threads, const k3_matrix *m, const float *x, int64_t x_stride,
-                        int64_t tokens, float *out, int64_t out_stride) {
-    if (enter(isa, threads)) return -1;
-    const float **rows = pack_all(isa, m->format, x, x_stride, tokens, m->cols);
-    if (!rows) return leave(-1);
+/* out[i][t] = m[i] x[t] for `count` matrices of as many columns: x [tokens, cols] with a stride in floats, out[i]
+ * C-contiguous [tokens, m[i]->rows]. Returns 0, or -1 without memory. */
+K3_EXPORT int k3_matmul(const k3_isa *isa, int threads, const k3_matrix *const *m, int64_t count, const float *x,
+                        int64_t x_stride, int64_t tokens, float *const *out) {
+    const int64_t cols = m[0]->cols;
+    product_job job = {.isa = isa, .count = count, .tokens = tokens};
+    const float **packed[2] = {NULL, NULL};
     uint8_t *fixed = NULL;
-    if (in_integers(isa, m->format, tokens)) {
-        fixed = reserve(&fixed_buffer, (size_t)isa->fixed_bytes(m->cols));
-        if (!fixed) return leave(-1);
-        fix_from(isa, x, 0, m->cols, fixed);
+    int64_t items = 0;
+    if (enter(isa, threads)) return -1;
+    for (int64_t i = 0; i < count; i++) {
+        const float ***mine = &packed[m[i]->format <= K3_Q4];
+        const int integers = in_integers(isa, m[i]->format, tokens);
+        if (!*mine) *mine = pack_all(isa, m[i]->format, x, x_stride, tokens, cols);
+        if (!*mine) return leave(-1);
+        if (integers && !fixed) {
+            fixed = reserve(&fixed_buffer, (size_t)isa->fixed_bytes(cols));
+            if (!fixed) return leave(-1);
+            fix_from(isa, x, 0, cols, fixed);
+        }
+        job.products[i] = (product){m[i], *mine, integers ? fixed : NULL, out[i], items, blocks_of(m[i]->rows, K3_ROWS)};
+        items += job.products[i].row_blocks * blocks_of(tokens, K3_TOKENS);
     }
-    int64_t row_blocks = blocks_of(m->rows, K3_ROWS);
-    product_job job = {isa, m, rows, fixed, tokens, row_blocks, out, out_stride};
-    k3_run(product_tile, &job, row_blocks * blocks_of(tokens, K3_TOKENS));
+    k3_run(product_tile, &job, items);
     return leave(0);
 }
 
@@ -286,16 +306,15 @@ K3_EXPORT int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *ma
     int64_t inner_tiles = blocks_of(inner_cols, K3_ROWS), outer_tiles = blocks_of(matrices[1].rows, K3_ROWS);
     if (pairs == 0) return 0;
     if (enter(isa, threads)) return -1;
-    if (!reserve(&pointer_buffer, (size_t)(tokens + 2 * pairs) * sizeof(float *))) return leave(-1);
+    const float **pair_x = reserve(&pair_buffer, (size_t)(2 * pairs) * sizeof(float *)), **pair_inner = pair_x + pairs;
     const float **packed = pack_all(isa, matrices[0].format, x, x_stride, tokens, cols);
     float *inner = reserve(&inner_buffer, (size_t)(pairs * packed_stride(inner_cols)) * sizeof(float));
     atomic_llong *done = reserve(&progress_buffer, (size_t)(experts + outer_tiles) * sizeof(atomic_llong));
     int outer_too = in_integers(isa, matrices[1].format, tokens), inner_too = in_integers(isa, matrices[0].format, tokens);
     int64_t fixed_bytes = inner_too ? isa->fixed_bytes(cols) : 0, inner_bytes = outer_too ? isa->fixed_bytes(inner_cols) : 0;
     uint8_t *fixed = reserve(&fixed_buffer, (size_t)(fixed_bytes + pairs * inner_bytes));
-    if (!packed || !inner || !done || ((inner_too || outer_too) && !fixed)) return leave(-1);
+    if (!pair_x || !packed || !inner || !done || ((inner_too || outer_too) && !fixed)) return leave(-1);
     if (inner_too) fix_from(isa, x, 0, cols, fixed);
-    const float **pair_x = packed + tokens, **pair_inner = pair_x + pairs;
     for (int64_t pair = 0; pair < pairs; pair++) {
         float *values = inner + pair * packed_stride(inner_cols);
         if (inner_padded > inner_cols) memset(values + inner_padded - K3_PAD, 0, K3_PAD * sizeof(float));

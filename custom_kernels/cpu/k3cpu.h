@@ -27,6 +27,7 @@ enum {
     K3_ROWS = 32,   /* rows of a tile: the unit of work of a thread */
     K3_TOKENS = 48, /* tokens of a tile */
     K3_DEPTH = 512, /* columns decoded at a time for several tokens */
+    K3_MANY = 8,    /* matrices that a call multiplies with at most */
     K3_PAD = 128,   /* packed activations are padded with zeros to a multiple of this */
     K3_ALIGN = 64
 };
@@ -65,6 +66,17 @@ typedef struct {
     int64_t w_stride, x_head, x_token, out_head, out_token;
 } k3_heads;
 
+/* The depth mix of a token, model specification 2.2: out = the sources averaged by the softmax of their scores, which are
+ * source . (norm * query) / sqrt(mean(source^2) + eps). Every array C-contiguous, width a multiple of 16. */
+typedef struct {
+    int64_t tokens, width, count; /* at most K3_SOURCES */
+    const float *const *source;   /* count times [tokens, width] */
+    const float *norm, *query;    /* [width] */
+    float *out;                   /* [tokens, width] */
+    float eps;
+} k3_depth_mix;
+enum { K3_SOURCES = 64 };
+
 /* What one instruction set provides. */
 typedef struct {
     const char *name;
@@ -83,6 +95,7 @@ typedef struct {
     uint64_t (*read_all)(const uint8_t *p, int64_t bytes);
     void (*kda_head)(const k3_kda *job, int64_t head);
     void (*head_product)(const k3_heads *job, int64_t head);
+    void (*depth_mix)(const k3_depth_mix *job, int64_t token);
     /* One token in integers (fixed_avx512vnni.h), for MXFP4 and Q4; NULL where the set has no such way. `fix` writes
      * columns 32 group .. 32 group + columns - 1 of a token of `cols` columns, zeros up to 32, into its part of `fixed`,
      * which has fixed_bytes(cols); every group up to the padded length has to be written. */

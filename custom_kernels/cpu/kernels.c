@@ -391,6 +391,8 @@ static uint64_t read_all(const uint8_t *p, int64_t bytes) {
 
 #include "heads.h"
 
+#include "depth_mix.h"
+
 #if defined(K3_ISA_AVX512VNNI)
 #include "fixed_avx512vnni.h"
 #define FIXED fixed_bytes, fix, tile_fixed
@@ -401,5 +403,5 @@ static uint64_t read_all(const uint8_t *p, int64_t bytes) {
 const k3_isa ISA_SYMBOL = {
     ISA_NAME,
     (TILE_ROWS * K3_DEPTH + K3_TOKENS * TILE_ROWS * LANES) * (int64_t)sizeof(float),
-    pack, position, tile, situ, read_all, kda_head, head_product, FIXED,
+    pack, position, tile, situ, read_all, kda_head, head_product, depth_mix, FIXED,
 };

@@ -6,7 +6,8 @@ Owns how a layer's mixture becomes calls of `experts_mix`. The reads are the sto
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -40,6 +41,7 @@ class NativeExperts(NumpyExperts):
         super().__init__(store, config, np.float32, router)
         self._kernels = kernels
         self._records: WeakKeyDictionary[Held, ExpertRecords] = WeakKeyDictionary()  # while it is in memory
+        self._betas = config.activation_situ_beta, config.activation_situ_linear_beta
         self.kernel = kernels.describe()
 
     @property
@@ -51,27 +53,45 @@ class NativeExperts(NumpyExperts):
     ) -> Array:
         """Each group of experts at once. Apart, an expert's output goes to a row of its own for each token and
         the rows are summed at the end; otherwise the experts come in the order of ids and add up as they come."""
+        if len(ids) == 1:
+            return self._mix_token(x, ids, weights, layer, request)
         tokens_count, chosen = ids.shape
         places = _places(ids, weights)
         rows_count = tokens_count * chosen if apart else tokens_count
         out = np.zeros((rows_count, x.shape[1]), np.float32)
-        beta, linear_beta = self._config.activation_situ_beta, self._config.activation_situ_linear_beta
         for group in request.groups(GROUP):
             tokens, rows, factors = zip(*(places(held.expert) for held in group), strict=True)
-            try:
+            records = [self._recorded(held) for held in group]
+            with _named(layer, group):
                 self._kernels.experts_mix(
-                    x, [self._recorded(held) for held in group], tokens, factors, beta, linear_beta,
-                    out, rows if apart else None,
-                )  # fmt: skip
-            except ModelFilesError as error:
-                names = ", ".join(f"{held.expert} ({held.placement.pieces[0].path})" for held in group)
-                raise ModelFilesError(f"layer {layer}, one of the experts {names}: {error}") from None
-        if not apart:
-            return out
-        total = np.zeros_like(x)
-        for summand in out.reshape(chosen, tokens_count, -1):
-            total += summand
-        return total
+                    x, records, tokens, factors, *self._betas, out, rows if apart else None
+                )
+        return np.add.reduce(out.reshape(chosen, tokens_count, -1)) if apart else out
+
+    def _mix_token(
+        self, x: Array, ids: NDArray[np.intp], weights: Array, layer: int, request: Request
+    ) -> Array:
+        """One token. Experts that are all there at once add up as they are computed; otherwise their outputs are
+        kept and summed at the end, with the same bits."""
+        factor = dict(zip(ids[0].tolist(), weights[0].tolist(), strict=True))
+        outputs: dict[int, Array] = {}
+        whole = None
+        for group in request.groups(GROUP):
+            experts = [held.expert for held in group]
+            records = [self._recorded(held) for held in group]
+            factors = np.array([factor[expert] for expert in experts], np.float32)
+            at_once = len(experts) == len(request) and experts == sorted(experts)
+            with _named(layer, group):
+                mixed = self._kernels.mix_token(x, records, factors, *self._betas, apart=not at_once)
+            if at_once:
+                whole = mixed
+            else:
+                outputs.update(zip(experts, mixed, strict=True))
+        if whole is None:
+            whole = np.zeros_like(x)
+            for expert in sorted(outputs):
+                whole += outputs[expert]
+        return whole
 
     def _recorded(self, held: Held) -> ExpertRecords:
         """What the kernels are told of an expert, made at its first use."""
@@ -79,6 +99,16 @@ class NativeExperts(NumpyExperts):
         if found is None:
             found = self._records[held] = _records(held)
         return found
+
+
+@contextmanager
+def _named(layer: int, group: Sequence[Held]) -> Iterator[None]:
+    """Say of which experts one is damaged."""
+    try:
+        yield
+    except ModelFilesError as error:
+        names = ", ".join(f"{held.expert} ({held.placement.pieces[0].path})" for held in group)
+        raise ModelFilesError(f"layer {layer}, one of the experts {names}: {error}") from None
 
 
 def _places(

@@ -46,6 +46,10 @@ class Request:
             if store.options.pipe:
                 self._pump()
 
+    def __len__(self) -> int:
+        """How many experts were asked for."""
+        return len(self._experts)
+
     def __enter__(self) -> Request:
         return self
 

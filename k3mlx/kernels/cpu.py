@@ -26,6 +26,7 @@ from .cpu_matrix import RECORD, ExpertRecords, Matrix, stack_experts
 
 ISA_NAMES = ("avx512vnni", "avx512", "avx2", "neon", "portable")  # best first
 INNER_BYTES = 32 << 20  # SiTU values of one call of experts_mix; more pairs than fit run in several calls
+MANY = 8  # matrices of one call at most: K3_MANY of k3cpu.h
 _SCALE_NAN = 255
 
 F32 = NDArray[np.float32]
@@ -80,27 +81,40 @@ class CpuKernels:
         `out`, if given, is C-contiguous and overwritten. Raises UsageError for arguments that do not fit and
         ModelFilesError for an MXFP4 scale byte 255.
         """
-        rows, cols = matrix.shape
-        if x.dtype != np.float32 or x.ndim < 1 or x.shape[-1] != cols:
-            raise UsageError(
-                f"x is {x.dtype}{x.shape}; expected float32 [..., {cols}] for a matrix {matrix.shape}"
-            )
-        shape = (*x.shape[:-1], rows)
+        shape = (*x.shape[:-1], matrix.shape[0])
         if out is None:
             out = np.empty(shape, np.float32)
         else:
             _check_out(out, shape)
+        self._products(x, [matrix], [out])
+        return out
+
+    def products(self, x: F32, matrices: Sequence[Matrix]) -> list[F32]:
+        """x W^T for each of several matrices [out, in], in one call for up to MANY of them: as `matmul` for each."""
+        outs = [np.empty((*x.shape[:-1], matrix.shape[0]), np.float32) for matrix in matrices]
+        for first in range(0, len(matrices), MANY):
+            some = slice(first, first + MANY)
+            self._products(x, matrices[some], outs[some])
+        return outs
+
+    def _products(self, x: F32, matrices: Sequence[Matrix], outs: Sequence[F32]) -> None:
+        for matrix in matrices:
+            if x.dtype != np.float32 or x.ndim < 1 or x.shape[-1] != matrix.shape[1]:
+                expected = f"expected float32 [..., {matrix.shape[1]}] for a matrix {matrix.shape}"
+                raise UsageError(f"x is {x.dtype}{x.shape}; {expected}")
         x = _in_order(x)
-        tokens = x.size // cols
-        if out.size:
-            self._call(
-                load_library().k3_matmul,
-                *(self.handle, self.threads, matrix.address),
-                *(_address(x), cols, tokens, _address(out), rows),
-            )
+        cols, count = x.shape[-1], len(matrices)
+        if x.size == 0:
+            return
+        addresses = (ctypes.c_void_p * count)(*[matrix.address for matrix in matrices])
+        results = (ctypes.c_void_p * count)(*map(_address, outs))
+        self._call(
+            load_library().k3_matmul,
+            *(self.handle, self.threads, addresses, count, _address(x), cols, x.size // cols, results),
+        )
+        for matrix, out in zip(matrices, outs, strict=True):
             if matrix.is_mxfp4 and not np.isfinite(out).all():
                 _refuse_nan_scales([matrix.arrays[1]], ["scale"])
-        return out
 
     def experts_mix(
         self,
@@ -139,7 +153,6 @@ class CpuKernels:
         if not experts:
             return out
         described = [e if isinstance(e, ExpertRecords) else ExpertRecords.of(e) for e in experts]
-        records = stack_experts(described, x.shape[1])  # [experts, 3]
         start = np.zeros(len(tokens) + 1, np.int64)
         counts = [len(t) for t in tokens]
         np.cumsum(counts, out=start[1:])
@@ -149,27 +162,63 @@ class CpuKernels:
         weight = np.concatenate(weights).astype(np.float32, copy=False)
         if [len(w) for w in weights] != counts:
             raise UsageError("an expert has not as many weights as tokens")
+        self._mix(x, described, (start, token, row, weight), beta, linear_beta, out)
+        return out
+
+    def mix_token(
+        self,
+        x: F32,
+        experts: Sequence[ExpertRecords],
+        weights: F32,
+        beta: float,
+        linear_beta: float,
+        apart: bool = False,
+    ) -> F32:
+        """`experts_mix` for a single token that all of `experts` work on: x [1, L], weights [experts] -> [1, L], or
+        each one's summand if `apart`, [experts, L]."""
+        if x.dtype != np.float32 or x.ndim != 2 or len(x) != 1 or weights.shape != (len(experts),):
+            raise UsageError(
+                f"x is {x.dtype}{x.shape}, weights {weights.shape}; expected float32 [1, L], [experts]"
+            )
+        out = np.zeros((len(experts) if apart else 1, x.shape[1]), np.float32)
+        if experts:
+            numbers, zeros = _one_each(len(experts))
+            pairs = numbers, zeros, numbers[:-1] if apart else zeros, weights.astype(np.float32, copy=False)
+            self._mix(x, experts, pairs, beta, linear_beta, out)
+        return out
+
+    def situ_mlp(self, x: F32, mlp: ExpertRecords, beta: float, linear_beta: float) -> F32:
+        """SiTU(x gate^T, x up^T) down^T for a dense or shared MLP (gate, down, up): x [T, D] -> [T, D] float32."""
+        if len(x) == 1:
+            return self.mix_token(x, [mlp], _ONE, beta, linear_beta)
+        every, ones = np.arange(len(x)), np.ones(len(x), np.float32)
+        return self.experts_mix(x, [mlp], [every], [ones], beta, linear_beta)
+
+    def _mix(
+        self,
+        x: F32,
+        experts: Sequence[ExpertRecords],
+        pairs: tuple[NDArray, NDArray, NDArray, F32],
+        beta: float,
+        linear_beta: float,
+        out: F32,
+    ) -> None:
+        """Add to out; pairs: where each expert's begin [experts + 1], then their tokens, rows and weights."""
+        start, token, row, weight = pairs
+        records = stack_experts(experts, x.shape[1])  # [experts, 3]
         x = _in_order(x)
-        inner = int(records["cols"][0, 1])
+        inner = experts[0].matrices[0].shape[0]
         for first, last, part in _batches(start, max(1, INNER_BYTES // (4 * inner))):
-            pairs = slice(int(part[0]), int(part[-1]))
-            arrays = part - part[0], token[pairs], row[pairs], weight[pairs]
+            some = slice(int(part[0]), int(part[-1]))
+            arrays = part - part[0], token[some], row[some], weight[some]
             self._call(
                 load_library().k3_experts_mix,
-                *(self.handle, self.threads, records[first:].ctypes.data, last - first),
+                *(self.handle, self.threads, _address(records) + records.strides[0] * first, last - first),
                 *(_address(array) for array in arrays),
                 *(_address(x), x.shape[1], len(x), beta, linear_beta, _address(out), x.shape[1]),
             )
         if not np.isfinite(out).all():
-            _refuse_damaged_experts(described)
-        return out
-
-    def situ_mlp(
-        self, x: F32, gate: Matrix, up: Matrix, down: Matrix, beta: float, linear_beta: float
-    ) -> F32:
-        """SiTU(x gate^T, x up^T) down^T for a dense or shared MLP: x [T, D] -> [T, D] float32."""
-        every, ones = np.arange(len(x)), np.ones(len(x), np.float32)
-        return self.experts_mix(x, [(gate, down, up)], [every], [ones], beta, linear_beta)
+            _refuse_damaged_experts(experts)
 
     def read(self, data: NDArray) -> None:
         """Do nothing but read the bytes of a C-contiguous array on all threads: the yardstick of benchmarks."""
@@ -202,6 +251,15 @@ def load_cpu_kernels(isa: str | None = None, threads: int | None = None) -> CpuK
     if count < 1:
         raise UsageError(f"{count} CPU threads; expected at least 1")
     return CpuKernels(wanted, count, load_library().k3_isa_named(wanted.encode()))
+
+
+_ONE = np.ones(1, np.float32)
+
+
+@functools.cache
+def _one_each(experts: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where pairs begin when each expert has one, and the number 0 for each."""
+    return np.arange(experts + 1), np.zeros(experts, np.int64)
 
 
 def _batches(start: NDArray[np.int64], limit: int) -> list[tuple[int, int, NDArray[np.int64]]]:
@@ -298,12 +356,12 @@ def load_library() -> ctypes.CDLL:
 
 
 def _signatures() -> dict[str, list[Any]]:
-    """Result and argument types of the library's functions, in the order of api.c and attention.c."""
+    """Result and argument types of the library's functions, in the order of api.c and parts.c."""
     pointer, number, size, single = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
     experts = [pointer, size, *[pointer] * 4]  # matrices, experts, start, token, row, weight
     return {
         "k3_isa_named": [pointer, ctypes.c_char_p],
-        "k3_matmul": [number, pointer, number, pointer, pointer, size, size, pointer, size],
+        "k3_matmul": [number, pointer, number, pointer, size, pointer, size, size, pointer],
         "k3_experts_mix": [
             *(number, pointer, number, *experts, pointer, size, size),
             *(single, single, pointer, size),
@@ -311,4 +369,5 @@ def _signatures() -> dict[str, list[Any]]:
         "k3_read": [ctypes.c_uint64, pointer, number, pointer, size],
         "k3_kda_step": [None, pointer, number, pointer],
         "k3_heads_product": [None, pointer, number, pointer],
+        "k3_mix_depth": [None, pointer, number, pointer],
     }

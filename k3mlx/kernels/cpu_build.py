@@ -26,7 +26,7 @@ FLAGS = [
     *("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 ]
-PLAIN_UNITS = ("api", "attention", "pool", "tables", "kernels")
+PLAIN_UNITS = ("api", "parts", "pool", "tables", "kernels")
 _AVX512 = [
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
     "-mprefer-vector-width=512",

@@ -49,6 +49,11 @@ class Matrix:
         """Whether the matrix is MXFP4, the one format with a scale that means NaN."""
         return int(self.record["format"][0]) == MXFP4
 
+    @cached_property
+    def kind(self) -> tuple[int, int, int]:
+        """Format, group size and type of the scales: what the C code is compiled for."""
+        return tuple(int(self.record[field][0]) for field in ("format", "group", "scale_type"))  # type: ignore[return-value]
+
     @property
     def nbytes(self) -> int:
         """Bytes a product reads: weights, scales and biases."""
@@ -113,6 +118,7 @@ class ExpertRecords:
 
     matrices: tuple[Matrix, Matrix, Matrix]
     words: NDArray[np.uint64]  # [1, 3, words of a RECORD]
+    alike: tuple[Any, ...]  # shapes and formats: what experts of one call have in common
 
     @classmethod
     def of(cls, expert: Any) -> ExpertRecords:
@@ -121,7 +127,8 @@ class ExpertRecords:
         if w1.shape != w3.shape or w2.shape != w1.shape[::-1]:
             raise UsageError(f"w1 {w1.shape}, w2 {w2.shape}, w3 {w3.shape}; expected [F, L], [L, F], [F, L]")
         records = np.concatenate([matrix.record for matrix in matrices])
-        return cls(matrices, records.view(np.uint64).reshape(1, 3, -1))
+        alike = tuple((matrix.shape, matrix.kind) for matrix in matrices)
+        return cls(matrices, records.view(np.uint64).reshape(1, 3, -1), alike)
 
 
 def stack_experts(experts: Sequence[ExpertRecords], latent: int) -> NDArray:
@@ -132,15 +139,14 @@ def stack_experts(experts: Sequence[ExpertRecords], latent: int) -> NDArray:
     first = experts[0].matrices[0].shape
     if first[1] != latent:
         raise UsageError(f"w1 is {first} for inputs of {latent}; expected [F, L] with L = {latent}")
+    for expert in experts:
+        if expert.alike != experts[0].alike:
+            raise UsageError(
+                f"experts of one call differ: {expert.alike} and {experts[0].alike}; expected the shapes and formats of"
+                " expert 0"
+            )
     words = np.concatenate([expert.words for expert in experts])
-    records = words.view(RECORD).reshape(len(experts), 3)
-    if (words[:, :, 3:] != words[0, :, 3:]).any():  # all but the addresses
-        for field in ("rows", "cols", "format", "group", "scale_type"):
-            if (records[field] != records[field][0]).any():
-                raise UsageError(
-                    f"experts of one call differ in {field}; expected the shapes and formats of expert 0"
-                )
-    return records
+    return words.view(RECORD).reshape(len(experts), 3)
 
 
 def _matrices(expert: Any) -> tuple[Matrix, Matrix, Matrix]:

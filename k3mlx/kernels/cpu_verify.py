@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k3mlx.checkpoint import mxfp4
-from k3mlx.reference import kda, mla
+from k3mlx.reference import attn_res, kda, mla
 from k3mlx.reference.moe import mix_experts
 
 from .cpu import CpuKernels
-from .cpu_attention import CpuAttention
 from .cpu_matrix import Matrix
+from .cpu_parts import CpuParts
 
 TOLERANCE = 1e-6  # of the sum of the products' magnitudes, the scale on which float32 sums err
 EXPERTS_TOLERANCE = 2e-6  # of the largest output: two products and SiTU behind one another
-ATTENTION_TOLERANCE = 3e-6  # of the largest element
+PARTS_TOLERANCE = 3e-6  # of the largest element
 _TOKENS = (1, 3, 18)  # the ways a tile is computed
 
 
@@ -45,8 +45,9 @@ def verify(kernels: CpuKernels) -> list[Check]:
         checks.append(Check(name, worst <= TOLERANCE, worst, TOLERANCE))
     worst = _experts_error(kernels, rng)
     checks.append(Check("experts_mix", worst <= EXPERTS_TOLERANCE, worst, EXPERTS_TOLERANCE))
-    for name, worst in (("kda_step", _kda_error(kernels, rng)), ("per_head", _heads_error(kernels, rng))):
-        checks.append(Check(name, worst <= ATTENTION_TOLERANCE, worst, ATTENTION_TOLERANCE))
+    for name, error in (("kda_step", _kda_error), ("per_head", _heads_error), ("attn_res_mix", _mix_error)):
+        worst = error(CpuParts(kernels), rng)
+        checks.append(Check(name, worst <= PARTS_TOLERANCE, worst, PARTS_TOLERANCE))
     return checks
 
 
@@ -118,7 +119,7 @@ def _experts_error(kernels: CpuKernels, rng: np.random.Generator) -> float:
     return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
-def _kda_error(kernels: CpuKernels, rng: np.random.Generator) -> float:
+def _kda_error(parts: CpuParts, rng: np.random.Generator) -> float:
     tokens, heads, width, taps = 3, 3, 128, 4
     P = heads * width
     shapes: list[tuple[int, ...]] = [
@@ -128,20 +129,30 @@ def _kda_error(kernels: CpuKernels, rng: np.random.Generator) -> float:
     arrays: list[Any] = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     limits: Any = (-5.0, 1e-5, 1e-6)
     exact = kda.kda_step(*(array.astype(np.float64) for array in arrays), *limits)
-    got = CpuAttention(kernels).kda_step(*arrays, *limits)
+    got = parts.kda_step(*arrays, *limits)
     errors = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(got, exact, strict=True)]
     return float(np.max(errors))
 
 
-def _heads_error(kernels: CpuKernels, rng: np.random.Generator) -> float:
+def _heads_error(parts: CpuParts, rng: np.random.Generator) -> float:
     maps = rng.standard_normal((3, 48, 160)).astype(np.float32)
     worst = 0.0
     for x, w in (((2, 3, 48), maps), ((2, 3, 160), maps.transpose(0, 2, 1))):
         vectors = rng.standard_normal(x).astype(np.float32)
         exact = mla.per_head(vectors.astype(np.float64), w.astype(np.float64))
-        error = np.abs(CpuAttention(kernels).per_head(vectors, w) - exact).max() / np.abs(exact).max()
+        error = np.abs(parts.per_head(vectors, w) - exact).max() / np.abs(exact).max()
         worst = _largest(worst, error)
     return worst
+
+
+def _mix_error(parts: CpuParts, rng: np.random.Generator) -> float:
+    *sources, norm, query = (
+        rng.standard_normal(shape).astype(np.float32) for shape in [(2, 160)] * 3 + [(160,)] * 2
+    )
+    wide = [array.astype(np.float64) for array in (*sources, norm, query)]
+    exact = attn_res.attn_res_mix(wide[:2], wide[2], wide[3], wide[4], 1e-5)
+    got = parts.attn_res_mix(sources[:2], sources[2], norm, query, 1e-5)
+    return float(np.abs(got - exact).max() / np.abs(exact).max())
 
 
 _NAMES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(np.uint16): "bf16"}

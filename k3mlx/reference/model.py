@@ -22,7 +22,7 @@ from .attn_res import attn_res_mix
 from .kda import kda_step
 from .mla import PerHead, attend, per_head, split_kv_b
 from .moe import Experts, select_topk
-from .ops import Array, rms_norm, sigmoid, situ_mlp
+from .ops import Array, products, rms_norm, sigmoid, situ_mlp
 from .state import KdaState, LatentCache, LayerState, State
 from .weights import LayerWeights, Weights, load_layer, load_outer
 
@@ -58,18 +58,22 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class AttentionParts:
-    """What there may be kernels for between the projections of attention: `kda.kda_step` and `mla.per_head`."""
+class Parts:
+    """What there may be kernels for, in place of numpy's: `attn_res.attn_res_mix`, `kda.kda_step`, `mla.per_head`, and
+    `products` and `situ_mlp` of `ops`."""
 
+    attn_res_mix: Callable[..., Array] = attn_res_mix
     kda_step: Callable[..., tuple[Array, Array, Array]] = kda_step
     per_head: PerHead = per_head
+    products: Callable[[Array, Sequence[Array]], list[Array]] = products
+    situ_mlp: Callable[..., Array] = situ_mlp
 
 
 class ReferenceModel:
     """The text model with its dense weights in memory, in one dtype.
 
     `experts` fetches and applies the routed experts (see `moe.py`). `layers` and `outer`, loaded here if None, may
-    read weights when their turn comes. `attention`: kernels in place of numpy. `forward` is `embed`, each `layer` and
+    read weights when their turn comes. `parts`: kernels in place of numpy. `forward` is `embed`, each `layer` and
     `head`.
     """
 
@@ -80,10 +84,10 @@ class ReferenceModel:
         dtype: np.dtype,
         layers: Sequence[LayerWeights] | None = None,
         outer: Mapping[str, Any] | None = None,
-        attention: AttentionParts | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self.config = checkpoint.config
-        self.attention = attention or AttentionParts()
+        self.parts = parts or Parts()
         self.dtype = np.dtype(dtype)
         self.experts = experts
         self.products = (
@@ -126,7 +130,7 @@ class ReferenceModel:
         hooks.clock.enter("attention")
         blocks, partial = residual.blocks, residual.partial
         query = norms["self_attention_res_proj"]
-        h = attn_res_mix(blocks, partial, norms["self_attention_res_norm"], query, eps)
+        h = self.parts.attn_res_mix(blocks, partial, norms["self_attention_res_norm"], query, eps)
         restart = layer % config.attn_res_block_size == 0
         if restart:
             blocks = (*blocks, partial)
@@ -141,7 +145,10 @@ class ReferenceModel:
         partial = a if restart else partial + a
 
         hooks.clock.enter("other")
-        h = probe("mlp_mix", attn_res_mix(blocks, partial, norms["mlp_res_norm"], norms["mlp_res_proj"], eps))
+        h = probe(
+            "mlp_mix",
+            self.parts.attn_res_mix(blocks, partial, norms["mlp_res_norm"], norms["mlp_res_proj"], eps),
+        )
         x = probe("mlp_norm", rms_norm(h, norms["post_attention_layernorm"], eps))
         if config.is_moe(layer):
             y = self._moe(x, layer, weights.ffn, probe, hooks.clock)
@@ -159,7 +166,7 @@ class ReferenceModel:
         if not all_logits:
             partial, blocks = partial[-1:], tuple(block[-1:] for block in blocks)
         norm, query = outer["model.output_attn_res_norm"], outer["model.output_attn_res_proj"]
-        y = probe("output_mix", attn_res_mix(blocks, partial, norm, query, eps))
+        y = probe("output_mix", self.parts.attn_res_mix(blocks, partial, norm, query, eps))
         y = probe("final_norm", rms_norm(y, outer["model.norm"], eps))
         logits = probe("logits", y @ outer["lm_head"].T)
         hooks.clock.enter("other")
@@ -168,12 +175,13 @@ class ReferenceModel:
     def _kda(self, x: Array, w: Weights, old: KdaState, probe: Probe) -> tuple[Array, KdaState]:
         """KDA on the normed input x [T, D] -> [T, D] and the layer's new state (§2.3)."""
         probe = prefixed(probe, "kda.")
-        q, k, v = (probe(stream, x @ w[f"{stream}_proj"].T) for stream in "qkv")
-        z = probe("z", x @ w["f_a_proj"].T @ w["f_b_proj"].T)  # no activation between the two factors
-        b = probe("b", x @ w["b_proj"].T)
-        gate = probe("gate", x @ w["g_proj"].T)
+        names = [f"{name}_proj" for name in ("q", "k", "v", "f_a", "b", "g")]
+        q, k, v, f, b, gate = self.parts.products(x, [w[name] for name in names])
+        q, k, v = (probe(stream, array) for stream, array in zip("qkv", (q, k, v), strict=True))
+        z = probe("z", f @ w["f_b_proj"].T)  # no activation between the two factors
+        b, gate = probe("b", b), probe("gate", gate)
         with self.products:
-            y, windows, state = self.attention.kda_step(
+            y, windows, state = self.parts.kda_step(
                 q, k, v, z, b, gate, old.windows, old.state,
                 w["taps"], w["A_log"], w["dt_bias"], w["o_norm"],
                 self.config.gate_lower_bound, self.config.rms_norm_eps, self.config.l2_norm_eps, probe,
@@ -184,10 +192,11 @@ class ReferenceModel:
         """MLA on the normed input x [T, D] -> [T, D] and the layer's longer cache (§2.5)."""
         config, probe = self.config, prefixed(probe, "mla.")
         heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
-        q_latent = rms_norm(x @ w["q_a_proj"].T, w["q_a_layernorm"], config.mla_norm_eps)
+        names = "q_a_proj", "kv_a_proj_with_mqa", "g_proj"
+        q_latent, kv, gate = self.parts.products(x, [w[name] for name in names])  # kv [T, r+e]
+        q_latent = rms_norm(q_latent, w["q_a_layernorm"], config.mla_norm_eps)
         q = probe("q_latent", q_latent) @ w["q_b_proj"].T
         q = probe("q", q.reshape(len(x), heads, config.qk_head_dim))
-        kv = x @ w["kv_a_proj_with_mqa"].T  # [T, r+e]
         latent = rms_norm(kv[:, :rank], w["kv_a_layernorm"], config.mla_norm_eps)
         cache = old.append(probe("cache", np.concatenate([latent, kv[:, rank:]], axis=1)))
         rows = cache.rows()  # [S, r+e]
@@ -195,14 +204,14 @@ class ReferenceModel:
         with self.products:
             o = attend(
                 q[..., :nope], q[..., nope:], rows[:, :rank], rows[:, rank:], key_map, value_map,
-                config.qk_head_dim**-0.5, self.attention.per_head,
+                config.qk_head_dim**-0.5, self.parts.per_head,
             )  # fmt: skip
-        o, gate = probe("heads", o), probe("gate", x @ w["g_proj"].T)
+        o, gate = probe("heads", o), probe("gate", gate)
         y = probe("gated", o.reshape(len(x), heads * config.v_head_dim) * sigmoid(gate))
         return y @ w["o_proj"].T, cache
 
     def _mlp(self, x: Array, w: Weights, probe: Probe, prefix: str = "") -> Array:
-        return situ_mlp(
+        return self.parts.situ_mlp(
             x,
             w[f"{prefix}gate_proj"],
             w[f"{prefix}up_proj"],

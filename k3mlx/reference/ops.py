@@ -3,6 +3,8 @@
 Every function computes in the dtype of its first argument (float32 or float64). No weights, no state.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,6 +49,11 @@ def softmax(scores: Array) -> Array:
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return weights
+
+
+def products(x: Array, weights: Sequence[Array]) -> list[Array]:
+    """x w^T for several weights of the same input: x [T, in], each w [out, in] -> [T, out]."""
+    return [x @ w.T for w in weights]
 
 
 def situ_mlp(

@@ -7,8 +7,8 @@
 #include <string.h>
 
 const k3_isa *k3_isa_named(const char *name);
-int k3_matmul(const k3_isa *isa, int threads, const k3_matrix *m, const float *x, int64_t x_stride, int64_t tokens,
-              float *out, int64_t out_stride);
+int k3_matmul(const k3_isa *isa, int threads, const k3_matrix *const *m, int64_t count, const float *x, int64_t x_stride,
+              int64_t tokens, float *const *out);
 int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *matrices, int64_t experts, const int64_t *start,
                    const int64_t *token, const int64_t *row, const float *weight, const float *x, int64_t x_stride,
                    int64_t tokens, float beta, float linear_beta, float *out, int64_t out_stride);
@@ -110,8 +110,9 @@ int main(int count, char **arguments) {
             if (k3_experts_mix(isa, (int)threads, m, experts, start, token, token, weight, x, m[0].cols, tokens, 4.0f,
                                25.0f, result, rows))
                 return 5;
-        } else if (k3_matmul(isa, (int)threads, m, x, m[0].cols, tokens, result, rows)) {
-            return 5;
+        } else {
+            const k3_matrix *one = m;
+            if (k3_matmul(isa, (int)threads, &one, 1, x, m[0].cols, tokens, &result)) return 5;
         }
         fwrite(result, sizeof *result, (size_t)(tokens * rows), out);
     }

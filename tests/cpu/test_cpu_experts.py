@@ -9,7 +9,7 @@ from k3mlx.checkpoint import mxfp4
 from k3mlx.errors import ModelFilesError, UsageError
 from k3mlx.kernels import cpu
 from k3mlx.kernels.cpu import CpuKernels, load_cpu_kernels
-from k3mlx.kernels.cpu_matrix import Matrix
+from k3mlx.kernels.cpu_matrix import ExpertRecords, Matrix
 from k3mlx.kernels.cpu_verify import random_mxfp4
 from k3mlx.reference.moe import mix_experts
 from k3mlx.reference.ops import situ, situ_mlp
@@ -147,12 +147,32 @@ def test_experts_at_odd_addresses(kernels, rng):
     assert np.array_equal(case.run(kernels), expected)
 
 
+def gated(kernels: CpuKernels, x: np.ndarray, gate: Matrix, up: Matrix, down: Matrix) -> np.ndarray:
+    return kernels.situ_mlp(x, ExpertRecords.of((gate, down, up)), BETA, LINEAR_BETA)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_token_of_its_own(kernels, rng, apart):
+    """The short way for one token gives the bits of the general one."""
+    case = Case(rng, 96, 160, 5, 1, 4)
+    used = sorted(case.ids[0])
+    weights = np.array([case.weights[0][case.ids[0] == e][0] for e in used], np.float32)
+    records = [ExpertRecords.of(case.experts[e]) for e in used]
+    got = kernels.mix_token(case.x, records, weights, BETA, LINEAR_BETA, apart=apart)
+    assert got.shape == (len(used) if apart else 1, 96)
+    whole = case.run(kernels)
+    assert np.array_equal(np.add.reduce(got) if apart else got[0], whole[0])
+    assert not kernels.mix_token(case.x, [], weights[:0], BETA, LINEAR_BETA).any()
+    with pytest.raises(UsageError, match=r"expected float32 \[1, L\]"):
+        kernels.mix_token(case.x, records, weights[1:], BETA, LINEAR_BETA)
+
+
 @pytest.mark.parametrize("kept_as", [np.float32, np.float16])
 def test_an_mlp_of_dense_matrices(kernels, rng, kept_as):
     gate, up = (rng.standard_normal((50, 35)).astype(kept_as) for _ in range(2))
     down = rng.standard_normal((35, 50)).astype(kept_as)
     x = rng.standard_normal((21, 35)).astype(np.float32)
-    got = kernels.situ_mlp(x, *(Matrix.dense(w) for w in (gate, up, down)), BETA, LINEAR_BETA)
+    got = gated(kernels, x, *(Matrix.dense(w) for w in (gate, up, down)))
     wide = [a.astype(np.float64) for a in (x, gate, up, down)]
     expected = situ_mlp(*wide, BETA, LINEAR_BETA)
     assert np.abs(got - expected).max() <= 1e-6 * np.abs(expected).max()
@@ -161,9 +181,9 @@ def test_an_mlp_of_dense_matrices(kernels, rng, kept_as):
 def test_nothing_of_an_earlier_call_is_left(kernels, rng):
     """A call with NaN fills the working buffers; the next one's rows end inside a block of theirs."""
     wide = [Matrix.dense(np.ones(shape, np.float32)) for shape in ((256, 40), (256, 40), (40, 256))]
-    kernels.situ_mlp(np.full((3, 40), np.nan, np.float32), *wide, BETA, LINEAR_BETA)
+    gated(kernels, np.full((3, 40), np.nan, np.float32), *wide)
     narrow = [Matrix.dense(np.ones(shape, np.float32)) for shape in ((35, 33), (35, 33), (33, 35))]
-    assert np.isfinite(kernels.situ_mlp(np.ones((3, 33), np.float32), *narrow, BETA, LINEAR_BETA)).all()
+    assert np.isfinite(gated(kernels, np.ones((3, 33), np.float32), *narrow)).all()
 
 
 def test_matrices_of_different_formats(kernels, rng):
@@ -172,9 +192,7 @@ def test_matrices_of_different_formats(kernels, rng):
     down = mxfp4.decode(packed, scale, np.float64)
     gate, up = (rng.standard_normal((160, 64)).astype(np.float32) for _ in range(2))
     x = rng.standard_normal((3, 64)).astype(np.float32)
-    got = kernels.situ_mlp(
-        x, Matrix.dense(gate), Matrix.dense(up), Matrix.mxfp4(packed, scale), BETA, LINEAR_BETA
-    )
+    got = gated(kernels, x, Matrix.dense(gate), Matrix.dense(up), Matrix.mxfp4(packed, scale))
     expected = situ_mlp(*(a.astype(np.float64) for a in (x, gate, up, down)), BETA, LINEAR_BETA)
     assert np.abs(got - expected).max() <= 1e-6 * np.abs(expected).max()
 
@@ -187,7 +205,7 @@ def test_situ_over_its_whole_range(kernels):
     w1, w3 = Matrix.dense(np.array([[1, 0]], np.float32)), Matrix.dense(np.array([[0, 1]], np.float32))
     w2 = Matrix.dense(np.array([[1], [0]], np.float32))
     x = np.stack([gate, up], axis=1)
-    got = kernels.situ_mlp(x, w1, w3, w2, BETA, LINEAR_BETA)[:, 0]
+    got = gated(kernels, x, w1, w3, w2)[:, 0]
     expected = situ(gate.astype(np.longdouble), up.astype(np.longdouble), BETA, LINEAR_BETA)
     # the reference's sigmoid cancels for very negative gates: take it from exp there
     small = gate < -20

@@ -20,9 +20,9 @@ from k3mlx.kernels.cpu_matrix import Matrix
 from k3mlx.kernels.cpu_verify import relative_error
 from k3mlx.reference import kda, mla
 
-from .test_cpu_attention import in_float64, kda_case
 from .test_cpu_experts import Case
 from .test_cpu_matmul import FORMATS, make
+from .test_cpu_parts import in_float64, kda_case
 
 pytestmark = pytest.mark.slow
 

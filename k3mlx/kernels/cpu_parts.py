@@ -1,27 +1,34 @@
-"""Launchers of what the CPU kernels compute of attention, head by head: the KDA step, and latent attention's maps.
+"""The parts of a layer that the CPU kernels compute in place of numpy's: `reference.model.Parts`.
 
 Owns the conditions under which C computes; elsewhere the reference does. The C code is in custom_kernels/cpu:
-attention.c, kda_head.h, heads.h.
+parts.c with kda_head.h, heads.h and depth_mix.h, and the products of api.c.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from k3mlx.errors import ResourceError
-from k3mlx.reference import kda, mla
+from k3mlx.reference import attn_res, kda, mla, ops
+from k3mlx.reference.model import Parts
 from k3mlx.stages import Probe, no_probe
 
 from .cpu import CpuKernels, load_library
+from .cpu_linear import Linear
+from .cpu_matrix import ExpertRecords
 
 F32 = NDArray[np.float32]
 LANES = 16  # of the widest vectors: widths are multiples of it
 MAX_WIDTH, MAX_TAPS = 256, 8  # K3_KDA_WIDTH and K3_KDA_TAPS of k3cpu.h
+MAX_SOURCES = 64  # K3_SOURCES
 FEW_TOKENS = 16  # more are BLAS's: a matrix is read once for all of them there
 
 
@@ -48,11 +55,24 @@ class HeadsJob(ctypes.Structure):
     )
 
 
+class DepthMixJob(ctypes.Structure):
+    """struct k3_depth_mix of k3cpu.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("tokens", "width", "count")),
+        *((name, ctypes.c_void_p) for name in ("source", "norm", "query", "out")),
+        ("eps", ctypes.c_float),
+    )
+
+
 @dataclass(frozen=True)
-class CpuAttention:
-    """The parts of `reference.model.AttentionParts` by the C kernels. Results do not depend on the threads."""
+class CpuParts:
+    """What `reference.model.Parts` names, by the C kernels. Results do not depend on the threads."""
 
     kernels: CpuKernels
+    _mlps: WeakKeyDictionary[Linear, ExpertRecords] = field(
+        default_factory=WeakKeyDictionary
+    )  # by their gates
 
     def kda_step(
         self,
@@ -111,14 +131,59 @@ class CpuAttention:
         _library().k3_heads_product(self.kernels.handle, self.kernels.threads, ctypes.byref(job))
         return out
 
+    def attn_res_mix(self, blocks: Sequence[F32], partial: F32, norm: F32, query: F32, eps: float) -> F32:
+        """`reference.attn_res.attn_res_mix`, for widths that are a multiple of LANES."""
+        sources = [*blocks, partial]
+        if not blocks or partial.shape[1] % LANES or len(sources) > MAX_SOURCES:
+            return attn_res.attn_res_mix(blocks, partial, norm, query, eps)
+        given = [np.ascontiguousarray(array, np.float32) for array in (*sources, norm, query)]
+        out = np.empty(partial.shape, np.float32)
+        *addresses, norm_address, query_address = (array.ctypes.data for array in given)
+        pointers = (ctypes.c_void_p * len(sources))(*addresses)
+        job = DepthMixJob(
+            *partial.shape,
+            len(sources),
+            ctypes.addressof(pointers),
+            norm_address,
+            query_address,
+            out.ctypes.data,
+            eps,
+        )
+        _library().k3_mix_depth(self.kernels.handle, self.kernels.threads, ctypes.byref(job))
+        return out
+
+    def products(self, x: F32, weights: Sequence[Any]) -> list[F32]:
+        """`reference.ops.products`: x w^T for each of several weights, those kept as stored in one call."""
+        if all(isinstance(w, Linear) for w in weights):
+            return self.kernels.products(x, [w.matrix for w in weights])
+        return ops.products(x, weights)
+
+    def situ_mlp(
+        self, x: F32, gate: Any, up: Any, down: Any, beta: float, linear_beta: float, probe: Probe = no_probe
+    ) -> F32:
+        """`reference.ops.situ_mlp`, in one call for weights kept as stored, unless somebody looks at its stages."""
+        stored = all(isinstance(w, Linear) for w in (gate, up, down))
+        if probe is not no_probe or not stored or gate.matrix.kind != up.matrix.kind:
+            return ops.situ_mlp(x, gate, up, down, beta, linear_beta, probe)
+        mlp = self._mlps.get(gate)
+        if mlp is None:
+            mlp = self._mlps[gate] = ExpertRecords.of((gate.matrix, down.matrix, up.matrix))
+        return self.kernels.situ_mlp(x, mlp, beta, linear_beta)
+
 
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The library, if it describes the jobs as this file does. Raises ResourceError."""
     library = load_library()
-    sizes = library.k3_kda_size(), library.k3_heads_size()
-    if sizes != (ctypes.sizeof(KdaJob), ctypes.sizeof(HeadsJob)):
+    sizes = library.k3_kda_size(), library.k3_heads_size(), library.k3_depth_mix_size()
+    if sizes != tuple(map(ctypes.sizeof, (KdaJob, HeadsJob, DepthMixJob))):
         raise ResourceError(
-            "the CPU kernels describe attention differently from this package; build them again"
+            "the CPU kernels describe their jobs differently from this package; build them again"
         )
     return library
+
+
+def native_parts(kernels: CpuKernels) -> Parts:
+    """The parts of a model that these kernels compute."""
+    by = CpuParts(kernels)
+    return Parts(by.attn_res_mix, by.kda_step, by.per_head, by.products, by.situ_mlp)

@@ -1,11 +1,17 @@
-"""The KDA step and latent attention's maps of the CPU kernels against the reference in float64."""
+"""The parts of a layer that the CPU kernels compute, against the reference in float64."""
 
 import numpy as np
 import pytest
 
+from k3mlx.errors import UsageError
 from k3mlx.kernels.cpu import load_cpu_kernels
-from k3mlx.kernels.cpu_attention import CpuAttention
+from k3mlx.kernels.cpu_linear import Linear
+from k3mlx.kernels.cpu_parts import CpuParts
 from k3mlx.reference import kda, mla
+from k3mlx.reference.attn_res import attn_res_mix
+from k3mlx.reference.ops import situ_mlp
+
+from .test_cpu_matmul import make
 
 NAMES = ("y", "windows", "state")
 
@@ -32,7 +38,7 @@ def in_float64(case: tuple) -> tuple:
 def test_kda_step_is_the_references(kernels, rng, tokens, heads, width, taps):
     case = kda_case(rng, tokens, heads, width, taps)
     before = [np.copy(part) for part in case]
-    got = CpuAttention(kernels).kda_step(*case)
+    got = CpuParts(kernels).kda_step(*case)
     for name, part, exact in zip(NAMES, got, kda.kda_step(*in_float64(case)), strict=True):
         error = np.abs(part - exact).max() / np.abs(exact).max()
         assert part.dtype == np.float32
@@ -43,9 +49,9 @@ def test_kda_step_is_the_references(kernels, rng, tokens, heads, width, taps):
 
 def test_kda_bits_do_not_depend_on_threads_nor_on_pieces(isa, rng):
     case = kda_case(rng, 9, 6, 64)
-    whole = CpuAttention(load_cpu_kernels(isa, threads=1)).kda_step(*case)
+    whole = CpuParts(load_cpu_kernels(isa, threads=1)).kda_step(*case)
     for threads, size in ((2, 9), (3, 4), (8, 1)):
-        attention = CpuAttention(load_cpu_kernels(isa, threads))
+        attention = CpuParts(load_cpu_kernels(isa, threads))
         rows, windows, state = [], case[6], case[7]
         for start in range(0, 9, size):
             fresh = [part[start : start + size] for part in case[:6]]
@@ -57,7 +63,7 @@ def test_kda_bits_do_not_depend_on_threads_nor_on_pieces(isa, rng):
 
 def test_kda_step_leaves_watched_passes_and_odd_widths_to_the_reference(kernels, rng):
     seen = []
-    attention = CpuAttention(kernels)
+    attention = CpuParts(kernels)
     attention.kda_step(*kda_case(rng, 2, 2, 32), lambda stage, array: seen.append(stage) or array)
     assert "q_unit" in seen
     odd = kda_case(rng, 2, 2, 24)
@@ -68,7 +74,7 @@ def test_kda_step_leaves_watched_passes_and_odd_widths_to_the_reference(kernels,
 @pytest.mark.parametrize("tokens", [1, 5, 30])
 @pytest.mark.parametrize(("n", "r"), [(128, 512), (24, 48), (16, 160)])
 def test_maps_of_the_heads(kernels, rng, tokens, n, r):
-    attention, heads = CpuAttention(kernels), 5
+    attention, heads = CpuParts(kernels), 5
     stored = rng.standard_normal((heads, 2 * n, r)).astype(np.float32)  # key maps, then value maps
     key_maps, value_maps = stored[:, :n], stored[:, n:]
     q = rng.standard_normal((tokens, heads, n + 8)).astype(np.float32)[..., :n]
@@ -84,4 +90,51 @@ def test_maps_of_the_heads(kernels, rng, tokens, n, r):
 def test_maps_that_c_cannot_read_are_numpys(kernels, rng):
     x = rng.standard_normal((1, 2, 12)).astype(np.float32)
     maps = rng.standard_normal((2, 12, 12)).astype(np.float32)  # 12 is no multiple of a vector
-    assert np.array_equal(CpuAttention(kernels).per_head(x, maps), mla.per_head(x, maps))
+    assert np.array_equal(CpuParts(kernels).per_head(x, maps), mla.per_head(x, maps))
+
+
+@pytest.mark.parametrize(("tokens", "sources", "width"), [(1, 2, 7168), (3, 9, 96), (2, 64, 16), (1, 3, 20)])
+def test_depth_mix_is_the_references(kernels, rng, tokens, sources, width):
+    blocks = [rng.standard_normal((tokens, width)).astype(np.float32) for _ in range(sources - 1)]
+    partial = 1e3 * rng.standard_normal((tokens, width)).astype(np.float32)
+    norm, query = (rng.standard_normal(width).astype(np.float32) for _ in range(2))
+    got = CpuParts(kernels).attn_res_mix(blocks, partial, norm, query, 1e-5)
+    wide = [array.astype(np.float64) for array in (*blocks, partial, norm, query)]
+    exact = attn_res_mix(wide[: sources - 1], *wide[sources - 1 :], 1e-5)
+    assert got.dtype == np.float32
+    assert np.abs(got - exact).max() <= 2e-5 * np.abs(exact).max()
+    assert CpuParts(kernels).attn_res_mix([], partial, norm, query, 1e-5) is partial
+
+
+def test_products_of_one_input_are_those_of_single_calls(isa, rng):
+    """Formats of both orders of packing and integers in one call; more matrices than a call takes."""
+    kinds = ["int4-64-b", "bf16", "mxfp4", "int8-32-f", "float32", "int4-128-h", "bf16", "mxfp4", "int4-32-f"]
+    weights = [make(rng, kind, 20 + 31 * i, 640)[0] for i, kind in enumerate(kinds)]
+    for threads in (1, 3):
+        kernels = load_cpu_kernels(isa, threads)
+        linear = [Linear(kernels, weight) for weight in weights]
+        for tokens in (1, 3, 60):
+            x = rng.standard_normal((tokens, 640)).astype(np.float32)
+            together = CpuParts(kernels).products(x, linear)
+            for kind, got, weight in zip(kinds, together, weights, strict=True):
+                assert np.array_equal(got, kernels.matmul(x, weight)), f"{kind}, {tokens} tokens"
+    with pytest.raises(UsageError, match="expected float32"):
+        kernels.products(x, [weights[0], make(rng, "bf16", 4, 320)[0]])
+    plain = rng.standard_normal((5, 640)).astype(np.float32)
+    assert np.array_equal(CpuParts(kernels).products(x, [plain])[0], x @ plain.T)
+
+
+@pytest.mark.parametrize("kind", ["int4-64-b", "int8-64-b", "bf16"])
+@pytest.mark.parametrize("tokens", [1, 13])
+def test_gated_mlp_is_the_references(kernels, rng, kind, tokens):
+    (gate, up, down), wide = zip(
+        *(make(rng, kind, *shape) for shape in ((384, 256), (384, 256), (256, 384))), strict=True
+    )
+    x = 0.02 * rng.standard_normal((tokens, 256)).astype(np.float32)
+    linear = [Linear(kernels, weight) for weight in (gate, up, down)]
+    got = CpuParts(kernels).situ_mlp(x, *linear, 4.0, 25.0)
+    exact = situ_mlp(x.astype(np.float64), *wide, 4.0, 25.0)
+    assert np.abs(got - exact).max() <= 2e-6 * np.abs(exact).max()
+    seen = []
+    CpuParts(kernels).situ_mlp(x, *linear, 4.0, 25.0, lambda stage, array: seen.append(stage) or array)
+    assert seen == ["gate", "up", "activated"]
