@@ -57,7 +57,7 @@ class NumpyExperts:
         size = ids.size * self._config.routed_expert_hidden_size * self._dtype.itemsize
         apart = size <= SUMMANDS_MAX
         self.store.routed(layer, ids)
-        request = self.store.request(layer, np.unique(ids).tolist(), in_order=not apart)
+        request = self.store.request(layer, sorted(set(ids.ravel().tolist())), in_order=not apart)
         self._look_ahead(layer, x)
 
         def mix(latent: Array) -> Array:

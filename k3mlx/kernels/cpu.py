@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from time import perf_counter
 from typing import Any
 
@@ -207,17 +208,23 @@ class CpuKernels:
         start, token, row, weight = pairs
         records = stack_experts(experts, x.shape[1])  # [experts, 3]
         x = _in_order(x)
-        inner = experts[0].matrices[0].shape[0]
-        for first, last, part in _batches(start, max(1, INNER_BYTES // (4 * inner))):
-            some = slice(int(part[0]), int(part[-1]))
-            arrays = part - part[0], token[some], row[some], weight[some]
+        limit = max(1, INNER_BYTES // (4 * experts[0].matrices[0].shape[0]))
+        if len(token) <= limit:
+            batches = [(0, len(experts), pairs)]
+        else:
+            batches = [
+                (first, last, (part - part[0], token[some], row[some], weight[some]))
+                for first, last, part in _batches(start, limit)
+                for some in [slice(int(part[0]), int(part[-1]))]
+            ]
+        for first, last, arrays in batches:
             self._call(
                 load_library().k3_experts_mix,
                 *(self.handle, self.threads, _address(records) + records.strides[0] * first, last - first),
-                *(_address(array) for array in arrays),
+                *map(_address, arrays),
                 *(_address(x), x.shape[1], len(x), beta, linear_beta, _address(out), x.shape[1]),
             )
-        if not np.isfinite(out).all():
+        if not isfinite(np.add.reduce(out, axis=None)):  # NaN or infinity anywhere, or a sum that overflows
             _refuse_damaged_experts(experts)
 
     def read(self, data: NDArray) -> None:
@@ -265,8 +272,6 @@ def _one_each(experts: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def _batches(start: NDArray[np.int64], limit: int) -> list[tuple[int, int, NDArray[np.int64]]]:
     """Split pairs start[0]..start[-1] into runs of at most `limit`: (first expert, last + 1, offsets)."""
     total = int(start[-1])
-    if total <= limit:
-        return [(0, len(start) - 1, start)]
     batches = []
     for low in range(0, total, limit):
         high = min(low + limit, total)

@@ -41,7 +41,7 @@ def select_topk(logits: Array, bias: Array, k: int, scaling: float) -> tuple[NDA
     """The part of `route_topk` after the product with the gate: logits [T, E]."""
     scores = sigmoid(logits)
     ids = np.argsort(-(scores + bias), axis=-1, kind="stable")[:, :k]
-    chosen, kind = np.take_along_axis(scores, ids, axis=-1), logits.dtype.type
+    chosen, kind = scores[np.arange(len(ids))[:, None], ids], logits.dtype.type
     return ids, chosen / (chosen.sum(axis=-1, keepdims=True) + kind(1e-20)) * kind(scaling)
 
 
