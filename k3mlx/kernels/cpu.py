@@ -67,9 +67,9 @@ class Spent:
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """The kernels for one instruction set and number of threads; results depend on neither the number of
-    threads nor how tokens are grouped into calls. Make one with `load_cpu_kernels`. Calls from several
-    Python threads take turns."""
+    """The kernels for one instruction set and number of threads. Results do not depend on the number of threads, nor
+    on how tokens are grouped into calls, except that avx512vnni computes a call with a single token and 4-bit weights
+    by integers, with other roundings. Make one with `load_cpu_kernels`. Calls from several Python threads take turns."""
 
     isa: str
     threads: int
