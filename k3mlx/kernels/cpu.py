@@ -69,7 +69,7 @@ class Spent:
 class CpuKernels:
     """The kernels for one instruction set and number of threads. Results do not depend on the number of threads, nor
     on how tokens are grouped into calls, except that avx512vnni computes a call with a single token and 4-bit weights
-    by integers, with other roundings. Make one with `load_cpu_kernels`. Calls from several Python threads take turns."""
+    by integers, with other roundings. `load_cpu_kernels` makes one. Calls from several Python threads take turns."""
 
     isa: str
     threads: int
