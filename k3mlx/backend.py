@@ -25,7 +25,7 @@ from .experts.options import StreamOptions
 from .experts.store import ExpertStore
 from .governor import MemoryPlan
 from .kernels.cpu import CpuKernels
-from .kernels.cpu_parts import native_parts
+from .kernels.cpu_parts import CpuParts
 from .needs import backend_needs, default_dtype, mlx_cache_limit
 from .on_disk import DiskTensors
 from .reference.model import Hooks, ReferenceModel
@@ -126,7 +126,7 @@ class NumpyBackend:
         outer = load_outer(DiskTensors(checkpoint, dense) if thin else self._reader.outer(), item)
         if not streamed:
             self._reader.close()
-        parts = None if dense is None else native_parts(dense)
+        parts = None if dense is None else CpuParts(dense)
         self.model = ReferenceModel(checkpoint, experts, item, self._ring, outer, parts)
         stored = {} if dense is None else formats(checkpoint)
         self._formats = dict.fromkeys(self._parts_per_pass(), dtype) | stored

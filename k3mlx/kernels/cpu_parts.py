@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k3mlx.errors import ResourceError
-from k3mlx.reference import attn_res, kda, mla, ops
 from k3mlx.reference.model import Parts
 from k3mlx.stages import Probe, no_probe
 
@@ -65,41 +63,22 @@ class DepthMixJob(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class CpuParts:
-    """What `reference.model.Parts` names, by the C kernels. Results do not depend on the threads."""
+class CpuParts(Parts):
+    """The parts by the C kernels, in float32. Results do not depend on the threads."""
 
-    kernels: CpuKernels
-    _mlps: WeakKeyDictionary[Linear, ExpertRecords] = field(
-        default_factory=WeakKeyDictionary
-    )  # by their gates
+    def __init__(self, kernels: CpuKernels) -> None:
+        self.kernels = kernels
+        self._mlps: WeakKeyDictionary[Linear, ExpertRecords] = WeakKeyDictionary()  # by their gates
 
-    def kda_step(
-        self,
-        q: F32,
-        k: F32,
-        v: F32,
-        z: F32,
-        b: F32,
-        gate: F32,
-        windows: F32,
-        state: F32,
-        taps: F32,
-        A_log: F32,
-        dt_bias: F32,
-        o_norm: F32,
-        lower_bound: float,
-        eps: float,
-        l2_eps: float,
-        probe: Probe = no_probe,
-    ) -> tuple[F32, F32, F32]:
+    def kda_step(self, *arguments: Any) -> tuple[F32, F32, F32]:
         """`reference.kda.kda_step`, always in the sequential form. A pass whose stages somebody looks at, and heads of
         a width that is no multiple of LANES, are the reference's."""
+        q, k, v, z, b, gate, windows, state, taps, A_log, dt_bias, o_norm, *limits = arguments
+        lower_bound, eps, l2_eps, *probe = limits
         (tokens, heads), width = b.shape, o_norm.shape[0]
-        if probe is not no_probe or width % LANES or width > MAX_WIDTH or taps.shape[-1] > MAX_TAPS:
-            return kda.kda_step(
-                q, k, v, z, b, gate, windows, state, taps, A_log, dt_bias, o_norm, lower_bound, eps, l2_eps, probe
-            )  # fmt: skip
+        watched = probe not in ([], [no_probe])
+        if watched or width % LANES or width > MAX_WIDTH or taps.shape[-1] > MAX_TAPS:
+            return super().kda_step(*arguments)
         given = [
             np.ascontiguousarray(array, np.float32)
             for array in (q, k, v, z, gate, b, windows, state, taps, A_log, dt_bias, o_norm)
@@ -120,7 +99,7 @@ class CpuParts:
         w = maps.transpose(0, 2, 1) if transposed else maps  # [H, rows, cols] as stored
         in_order = w.strides[1:] == (w.shape[2] * w.itemsize, w.itemsize) and w.shape[2] % LANES == 0
         if tokens > FEW_TOKENS or not in_order or x.strides[2] != x.itemsize:
-            return mla.per_head(x, maps)
+            return super().per_head(x, maps)
         out = np.empty((tokens, heads, maps.shape[2]), np.float32)
         strides = w.strides[0], x.strides[1], x.strides[0], out.strides[1], out.strides[0]
         job = HeadsJob(
@@ -135,7 +114,7 @@ class CpuParts:
         """`reference.attn_res.attn_res_mix`, for widths that are a multiple of LANES."""
         sources = [*blocks, partial]
         if not blocks or partial.shape[1] % LANES or len(sources) > MAX_SOURCES:
-            return attn_res.attn_res_mix(blocks, partial, norm, query, eps)
+            return super().attn_res_mix(blocks, partial, norm, query, eps)
         given = [np.ascontiguousarray(array, np.float32) for array in (*sources, norm, query)]
         out = np.empty(partial.shape, np.float32)
         *addresses, norm_address, query_address = (array.ctypes.data for array in given)
@@ -156,7 +135,7 @@ class CpuParts:
         """`reference.ops.products`: x w^T for each of several weights, those kept as stored in one call."""
         if all(isinstance(w, Linear) for w in weights):
             return self.kernels.products(x, [w.matrix for w in weights])
-        return ops.products(x, weights)
+        return super().products(x, weights)
 
     def situ_mlp(
         self, x: F32, gate: Any, up: Any, down: Any, beta: float, linear_beta: float, probe: Probe = no_probe
@@ -164,7 +143,7 @@ class CpuParts:
         """`reference.ops.situ_mlp`, in one call for weights kept as stored, unless somebody looks at its stages."""
         stored = all(isinstance(w, Linear) for w in (gate, up, down))
         if probe is not no_probe or not stored or gate.matrix.kind != up.matrix.kind:
-            return ops.situ_mlp(x, gate, up, down, beta, linear_beta, probe)
+            return super().situ_mlp(x, gate, up, down, beta, linear_beta, probe)
         mlp = self._mlps.get(gate)
         if mlp is None:
             mlp = self._mlps[gate] = ExpertRecords.of((gate.matrix, down.matrix, up.matrix))
@@ -181,9 +160,3 @@ def _library() -> ctypes.CDLL:
             "the CPU kernels describe their jobs differently from this package; build them again"
         )
     return library
-
-
-def native_parts(kernels: CpuKernels) -> Parts:
-    """The parts of a model that these kernels compute."""
-    by = CpuParts(kernels)
-    return Parts(by.attn_res_mix, by.kda_step, by.per_head, by.products, by.situ_mlp)

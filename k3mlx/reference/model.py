@@ -20,7 +20,7 @@ from k3mlx.stages import Probe, no_probe, prefixed
 
 from .attn_res import attn_res_mix
 from .kda import kda_step
-from .mla import PerHead, attend, per_head, split_kv_b
+from .mla import attend, per_head, split_kv_b
 from .moe import Experts, select_topk
 from .ops import Array, products, rms_norm, sigmoid, situ_mlp
 from .state import KdaState, LatentCache, LayerState, State
@@ -57,16 +57,34 @@ class Residual:
     partial: Array
 
 
-@dataclass(frozen=True)
 class Parts:
-    """What there may be kernels for, in place of numpy's: `attn_res.attn_res_mix`, `kda.kda_step`, `mla.per_head`, and
-    `products` and `situ_mlp` of `ops`."""
+    """What there may be kernels for: here it is numpy's, and arguments and results are those of the functions named."""
 
-    attn_res_mix: Callable[..., Array] = attn_res_mix
-    kda_step: Callable[..., tuple[Array, Array, Array]] = kda_step
-    per_head: PerHead = per_head
-    products: Callable[[Array, Sequence[Array]], list[Array]] = products
-    situ_mlp: Callable[..., Array] = situ_mlp
+    def attn_res_mix(
+        self, blocks: Sequence[Array], partial: Array, norm: Array, query: Array, eps: float
+    ) -> Array:
+        return attn_res_mix(blocks, partial, norm, query, eps)
+
+    def kda_step(self, *arguments: Any) -> tuple[Array, Array, Array]:
+        return kda_step(*arguments)
+
+    def per_head(self, x: Array, maps: Array) -> Array:
+        return per_head(x, maps)
+
+    def products(self, x: Array, weights: Sequence[Array]) -> list[Array]:
+        return products(x, weights)
+
+    def situ_mlp(
+        self,
+        x: Array,
+        gate: Array,
+        up: Array,
+        down: Array,
+        beta: float,
+        linear_beta: float,
+        probe: Probe = no_probe,
+    ) -> Array:
+        return situ_mlp(x, gate, up, down, beta, linear_beta, probe)
 
 
 class ReferenceModel:

@@ -12,7 +12,7 @@ from k3mlx import engine as engine_module
 from k3mlx.bench.figures import SPLIT, figures_of_trials, split
 from k3mlx.bench.whole import random_ids, run_trial, run_trials, text_ids
 from k3mlx.errors import ResourceError, UsageError
-from k3mlx.experts import filling
+from k3mlx.experts import filling, native
 from k3mlx.kernels import cpu
 from k3mlx.reference import model as reference_model
 
@@ -125,19 +125,20 @@ def late_host(engine, patch):
 
 
 def late_experts(engine, patch):
-    original = cpu.CpuKernels.experts_mix
+    original = native.NativeExperts._mix
 
-    def mix(kernels, *rest):
-        result = original(kernels, *rest)
-        kernels._call(lambda: time.sleep(LATE) or 0)
+    def mix(experts, *rest):
+        result = original(experts, *rest)
+        experts._kernels._call(lambda: time.sleep(LATE) or 0)
         return result
 
-    patch.setattr(cpu.CpuKernels, "experts_mix", mix)
+    patch.setattr(native.NativeExperts, "_mix", mix)
 
 
 def late_attention(engine, patch):
     if engine.backend.name == "numpy":
-        patch.setattr(reference_model, "kda_step", late(reference_model.kda_step))
+        parts = type(engine.backend.model.parts)
+        patch.setattr(parts, "kda_step", late(parts.kda_step))
         patch.setattr(reference_model, "attend", late(reference_model.attend))
     else:
         import mlx.core as mx
