@@ -74,10 +74,9 @@ class CpuParts(Parts):
         """`reference.kda.kda_step`, always in the sequential form. A pass whose stages somebody looks at, and heads of
         a width that is no multiple of LANES, are the reference's."""
         q, k, v, z, b, gate, windows, state, taps, A_log, dt_bias, o_norm, *limits = arguments
-        lower_bound, eps, l2_eps, *probe = limits
+        lower_bound, eps, l2_eps, probe = (*limits, no_probe)[:4]
         (tokens, heads), width = b.shape, o_norm.shape[0]
-        watched = probe not in ([], [no_probe])
-        if watched or width % LANES or width > MAX_WIDTH or taps.shape[-1] > MAX_TAPS:
+        if probe is not no_probe or width % LANES or width > MAX_WIDTH or taps.shape[-1] > MAX_TAPS:
             return super().kda_step(*arguments)
         given = [
             np.ascontiguousarray(array, np.float32)
