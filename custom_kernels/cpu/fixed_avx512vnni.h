@@ -7,6 +7,8 @@
  * Lane l of a block of 128 columns holds columns 8l to 8l+7, so that four lanes share 32 columns. Word w of vector k is
  * column 4w + k: 16-bit words of the weights as they are stored, shifted by k codes. */
 
+#define VNNI __attribute__((target("avx512vnni"))) /* the rest of kernels.c is compiled without these instructions */
+
 typedef struct {
     int16_t high[4][32], low[4][32];       /* x = (65536 high + low) * step */
     int32_t high_start[16], low_start[16]; /* -8 times the sums of a lane: int4 is counted from code 8 */
@@ -146,7 +148,7 @@ INLINE int fixed_steps(const int format, const int shift, const k3_matrix *m, in
 }
 
 /* sum + the 64 bytes at p, which are 128 columns of a row, times a block of x. */
-INLINE vf add_fixed(const int format, const uint8_t *p, const float *steps, const __m512i *high, const __m512i *low,
+VNNI INLINE vf add_fixed(const int format, const uint8_t *p, const float *steps, const __m512i *high, const __m512i *low,
                     const __m512i *start, __m512i table, __m512i spread, vf sum) {
     __m512i codes = _mm512_loadu_si512(p), w[4], sums[2];
     __asm__("" : "+v"(codes)); /* loaded once */
@@ -166,7 +168,7 @@ INLINE vf add_fixed(const int format, const uint8_t *p, const float *steps, cons
 }
 
 /* R rows times a token. Returns a bit for each row that was not computed. Fetches ahead as rows_few does. */
-INLINE int rows_fixed(const int format, const int shift, const int R, const k3_matrix *m, int64_t row0, fixed_token x,
+VNNI INLINE int rows_fixed(const int format, const int shift, const int R, const k3_matrix *m, int64_t row0, fixed_token x,
                       float *y) {
     static const int16_t twice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     const __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)twice));
@@ -207,7 +209,7 @@ INLINE int rows_fixed(const int format, const int shift, const int R, const k3_m
     return outside;
 }
 
-INLINE void tile_fixed_format(const int format, const int shift, const k3_matrix *m, int64_t row0, int rows,
+VNNI INLINE void tile_fixed_format(const int format, const int shift, const k3_matrix *m, int64_t row0, int rows,
                               fixed_token fixed, const float *packed, float *y) {
     for (int r = 0; r < rows;) {
         const int R = rows - r < FEW_BLOCK ? 1 : FEW_BLOCK;
@@ -223,7 +225,7 @@ INLINE void tile_fixed_format(const int format, const int shift, const k3_matrix
 }
 
 #define TILE_FIXED(name, format, shift)                                                                            \
-    static __attribute__((noinline)) void name(const k3_matrix *m, int64_t row0, int rows, fixed_token fixed,      \
+    VNNI static __attribute__((noinline)) void name(const k3_matrix *m, int64_t row0, int rows, fixed_token fixed, \
                                                const float *packed, float *y) {                                    \
         tile_fixed_format(format, shift, m, row0, rows, fixed, packed, y);                                         \
     }

@@ -42,10 +42,6 @@ INLINE float float_of_half(uint16_t h) {
 #define TIMES(index, count, ...)                                                                                   \
     UNROLL for (int index = 0; index < (count); index++) { __VA_ARGS__ }
 
-#if defined(K3_ISA_AVX512VNNI)
-#define K3_ISA_AVX512
-#endif
-
 #if defined(K3_ISA_AVX512)
 #include "vec_avx512.h"
 #elif defined(K3_ISA_AVX2)
@@ -78,8 +74,8 @@ INLINE int weight_bits(const int format) {
     return format <= K3_Q4 ? 4 : format == K3_Q8 ? 8 : format == K3_F32 ? 32 : 16;
 }
 
-/* `count` scales or biases of an affine row, from number `first` on, as floats. */
-INLINE void widen(int type, const uint8_t *row, int64_t first, int64_t count, float *out) {
+/* `count` scales or biases of an affine row, from number `first` on, as floats. A call, as it is large and seldom run. */
+static __attribute__((noinline)) void widen(int type, const uint8_t *row, int64_t first, int64_t count, float *out) {
     const uint8_t *p = row + 2 * first;
     int64_t i = 0;
     if (type == K3_SCALE_F32) {
@@ -393,15 +389,13 @@ static uint64_t read_all(const uint8_t *p, int64_t bytes) {
 
 #include "depth_mix.h"
 
-#if defined(K3_ISA_AVX512VNNI)
-#include "fixed_avx512vnni.h"
-#define FIXED fixed_bytes, fix, tile_fixed
-#else
-#define FIXED NULL, NULL, NULL
-#endif
+#define PROVIDED                                                                                                   \
+    (TILE_ROWS * K3_DEPTH + K3_TOKENS * TILE_ROWS * LANES) * (int64_t)sizeof(float), pack, position, tile, situ,   \
+        read_all, kda_head, head_product, depth_mix
 
-const k3_isa ISA_SYMBOL = {
-    ISA_NAME,
-    (TILE_ROWS * K3_DEPTH + K3_TOKENS * TILE_ROWS * LANES) * (int64_t)sizeof(float),
-    pack, position, tile, situ, read_all, kda_head, head_product, depth_mix, FIXED,
-};
+const k3_isa ISA_SYMBOL = {ISA_NAME, PROVIDED, NULL, NULL, NULL};
+
+#if defined(K3_ISA_AVX512)
+#include "fixed_avx512vnni.h"
+const k3_isa k3_isa_avx512vnni = {"avx512vnni", PROVIDED, fixed_bytes, fix, tile_fixed};
+#endif

@@ -1,13 +1,8 @@
 /* AVX-512 (F, BW, VL, DQ): 16 lanes; 4-bit codes are looked up in a register of 16 floats or of 32 upper halves. */
 #include <immintrin.h>
 
-#if defined(K3_ISA_AVX512VNNI)
-#define ISA_SYMBOL k3_isa_avx512vnni
-#define ISA_NAME "avx512vnni"
-#else
 #define ISA_SYMBOL k3_isa_avx512
 #define ISA_NAME "avx512"
-#endif
 enum { VL = 16, ACCUMULATORS = 1, MR = 4, NT = 6, UNIT = 32, FEW = 5, FEW_TOKENS = 16, REORDERS = 1, REGISTERS = 32 };
 #define FEW_ROWS(tokens) 4
 typedef __m512 vf;

@@ -56,12 +56,6 @@ def build_harness(folder: Path, compiler: str, units: list[tuple[str, list[str]]
     return program
 
 
-def all_units(machine: str) -> list[tuple[str, list[str]]]:
-    units: list[tuple[str, list[str]]] = [(name, []) for name in cpu_build.PLAIN_UNITS]
-    isas = cpu_build.ISA_FLAGS.get(machine, {})
-    return units + [("kernels", [f"-DK3_ISA_{isa}", *flags]) for isa, flags in isas.items()]
-
-
 def pack_matrix(matrix: Matrix) -> bytes:
     record = matrix.record[0]
     fields = ("format", "group", "scale_type", "rows", "cols", "row_bytes", "scale_bytes")
@@ -155,7 +149,7 @@ def run_and_check(command: list[str], isa: str, folder: Path, count: int = 84, l
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     machine = platform.machine().replace("arm64", "aarch64")
-    return build_harness(tmp_path_factory.mktemp("sanitized"), "cc", all_units(machine), SANITIZE)
+    return build_harness(tmp_path_factory.mktemp("sanitized"), "cc", cpu_build.units_for(machine), SANITIZE)
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512vnni", "neon"])
@@ -166,7 +160,7 @@ def test_address_and_undefined_behaviour_sanitizers(sanitized, tmp_path, isa):
 def test_thread_sanitizer(tmp_path):
     """The pool changes its size from case to case."""
     machine = platform.machine().replace("arm64", "aarch64")
-    program = build_harness(tmp_path, "cc", all_units(machine), SANITIZE_THREADS)
+    program = build_harness(tmp_path, "cc", cpu_build.units_for(machine), SANITIZE_THREADS)
     run_and_check([str(program)], "portable", tmp_path)
 
 
@@ -177,7 +171,7 @@ def test_valgrind(tmp_path, isa):
         pytest.skip("valgrind is not installed")
     if platform.machine() != "x86_64":
         pytest.skip("the AVX2 form needs x86-64")
-    program = build_harness(tmp_path, "cc", all_units("x86_64"), ["-g"])
+    program = build_harness(tmp_path, "cc", cpu_build.units_for("x86_64"), ["-g"])
     command = ["valgrind", "--error-exitcode=9", "--leak-check=no", "-q", str(program)]
     run_and_check(command, isa, tmp_path, count=42, largest=700)
 
@@ -188,5 +182,5 @@ def test_arm_under_an_emulator(tmp_path, isa):
     emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if not emulator:
         pytest.skip("qemu-user is not installed")
-    program = build_harness(tmp_path, "aarch64-linux-gnu-gcc", all_units("aarch64"), ["-static"])
+    program = build_harness(tmp_path, "aarch64-linux-gnu-gcc", cpu_build.units_for("aarch64"), ["-static"])
     run_and_check([emulator, str(program)], isa, tmp_path)
