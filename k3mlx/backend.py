@@ -127,7 +127,7 @@ class NumpyBackend:
         if not streamed:
             self._reader.close()
         parts = None if dense is None else CpuParts(dense)
-        self.model = ReferenceModel(checkpoint, experts, item, self._ring, outer, parts)
+        self.model = ReferenceModel(checkpoint, experts, item, self._ring, outer, parts, bool(streamed))
         stored = {} if dense is None else formats(checkpoint)
         self._formats = dict.fromkeys(self._parts_per_pass(), dtype) | stored
         self._formats["experts"] = "mxfp4" if checkpoint.mxfp4 else dtype
@@ -177,7 +177,7 @@ class NumpyBackend:
         """Versions; time in products where the dense ones are not numpy's own, which nobody can tell from the rest."""
         found: dict[str, Any] = {"numpy": np.__version__}
         if self._dense is not None:
-            own = self.model.products.seconds + self._experts.product_seconds
+            own = self.model.parts.stopwatch.seconds + self._experts.product_seconds
             found["product_seconds"] = own + self._dense.spent.seconds
         return found
 

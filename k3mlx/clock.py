@@ -37,6 +37,17 @@ class Clock:
         self.seconds[self._part] = self.seconds.get(self._part, 0.0) + now - self._since
         self._part, self._since = part, now
 
+    @property
+    def part(self) -> str:
+        """The part entered last."""
+        return self._part
+
+    def move(self, part: str, seconds: float) -> None:
+        """So much of the time since the last `enter` belongs to another part."""
+        if part != self._part:
+            self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+            self._since += seconds
+
     def pause(self) -> None:
         """Stop counting."""
         self.enter("other")

@@ -53,29 +53,80 @@ typedef struct {
     const float *windows, *state;              /* [3, taps - 1, heads * width], [heads, width, width] */
     const float *tap, *A_log, *dt_bias, *o_norm; /* [3, heads * width, taps], [heads], [heads * width], [width] */
     float *y, *new_windows, *new_state;        /* y [T, heads * width] */
-    float lower_bound, eps, l2_eps;
+    double lower_bound, eps, l2_eps;
 } k3_kda;
 enum { K3_KDA_WIDTH = 256, K3_KDA_TAPS = 8 };
 
-/* For every head h and token t, out = x W_h, or W_h x if transposed: W_h [rows, cols] C-contiguous at w + h * w_stride, x
- * and out at h * head + t * token; all strides in floats. cols is a multiple of 16. */
+/* Latent attention of the last tokens of a cache over all before them, in the absorbed form of model specification 2.5:
+ * every head's keys and values are the rows of the cache, of rank + ext floats, seen through the head's two maps. */
 typedef struct {
-    int64_t heads, tokens, rows, cols, transposed;
-    const float *w, *x;
-    float *out;
-    int64_t w_stride, x_head, x_token, out_head, out_token;
-} k3_heads;
+    int64_t tokens, heads, nope, ext, rank, value, cached; /* rank: a multiple of 16; rank and ext together: also */
+    const float *q;    /* [tokens, heads, nope + ext] */
+    const float *rows; /* [cached, rank + ext], the tokens' own at the end */
+    const float *maps; /* [heads, nope + value, rank] */
+    float *out;        /* [tokens, heads, value] */
+    double scale;
+} k3_attention;
+enum { K3_ATTENTION_WIDTH = 1024, K3_ATTENTION_HEADS = 4 }; /* rank + ext at most; heads of an item of work */
 
 /* The depth mix of a token, model specification 2.2: out = the sources averaged by the softmax of their scores, which are
  * source . (norm * query) / sqrt(mean(source^2) + eps). Every array C-contiguous, width a multiple of 16. */
 typedef struct {
     int64_t tokens, width, count; /* at most K3_SOURCES */
-    const float *const *source;   /* count times [tokens, width] */
     const float *norm, *query;    /* [width] */
     float *out;                   /* [tokens, width] */
-    float eps;
+    double eps;
+    const float *source[]; /* count times [tokens, width] */
 } k3_depth_mix;
 enum { K3_SOURCES = 64 };
+
+/* out = weight * x / sqrt(mean(x^2) + eps) for each token: x [tokens, width] with a stride in floats, out C-contiguous. */
+typedef struct {
+    int64_t tokens, width, x_stride; /* width: a multiple of 16 */
+    const float *x, *weight;
+    float *out;
+    double eps;
+} k3_norm;
+
+/* out = a + b, or a sigmoid(b); out may be one of them. */
+typedef struct {
+    int64_t count;
+    const float *a, *b;
+    float *out;
+} k3_pairs;
+
+/* The choice of experts for a token, model specification 2.6.2: ids of the largest sigmoid(logit) + bias, falling, of equal
+ * ones the lower first, and their sigmoids as weights that add up to `scaling`. */
+typedef struct {
+    int64_t tokens, experts, chosen; /* at most K3_ROUTED experts */
+    const float *logits, *bias; /* [tokens, experts], [experts] */
+    int64_t *ids;               /* [tokens, chosen] */
+    float *weights;             /* the same */
+    double scaling;
+} k3_route;
+enum { K3_ROUTED = 1024 };
+
+/* Arguments of k3_matmul; x is C-contiguous. */
+typedef struct {
+    int64_t count, tokens;
+    const float *x;
+    const void *matrix_and_out[]; /* count matrices, then as many results */
+} k3_products;
+
+/* out[t] = the sum over experts of weight * MLP(x[t]) as in k3_experts_mix: every expert has a pair with every token, in
+ * their order. x and out [tokens, width] C-contiguous. *finite says whether the whole of out is. */
+typedef struct {
+    const k3_matrix *matrices;
+    int64_t experts, tokens, width;
+    const int64_t *start, *token;
+    const float *weight, *x;
+    float *out;
+    int64_t *finite;
+    double beta, linear_beta;
+} k3_experts;
+
+/* The jobs of a sequence (sequence.c). Their records consist of members of eight bytes. */
+enum k3_kind { K3_DO_PRODUCTS, K3_DO_EXPERTS, K3_DO_KDA, K3_DO_ATTENTION, K3_DO_DEPTH_MIX, K3_DO_NORM, K3_DO_SUM, K3_DO_GATE, K3_DO_ROUTE, K3_KINDS };
 
 /* What one instruction set provides. */
 typedef struct {
@@ -94,8 +145,11 @@ typedef struct {
     /* the exclusive or of the bytes, some in words: work that is nothing but reading */
     uint64_t (*read_all)(const uint8_t *p, int64_t bytes);
     void (*kda_head)(const k3_kda *job, int64_t head);
-    void (*head_product)(const k3_heads *job, int64_t head);
+    void (*attention)(const k3_attention *job, int64_t item); /* item: token, then K3_ATTENTION_HEADS heads */
     void (*depth_mix)(const k3_depth_mix *job, int64_t token);
+    void (*norm)(const k3_norm *job, int64_t token);
+    void (*gate)(const k3_pairs *job);
+    void (*route)(const k3_route *job, int64_t token);
     /* One token in integers (fixed_avx512vnni.h), for MXFP4 and Q4; NULL where the set has no such way. `fix` writes
      * columns 32 group .. 32 group + columns - 1 of a token of `cols` columns, zeros up to 32, into its part of `fixed`,
      * which has fixed_bytes(cols); every group up to the padded length has to be written. */
@@ -104,6 +158,13 @@ typedef struct {
     /* y[i] = row (row0 + i) of m . x, which is given in both forms */
     void (*tile_fixed)(const k3_matrix *m, int64_t row0, int rows, const uint8_t *fixed, const float *packed, float *y);
 } k3_isa;
+
+/* Entry points that others use (api.c). */
+int k3_matmul(const k3_isa *isa, int threads, const k3_matrix *const *m, int64_t count, const float *x, int64_t x_stride,
+              int64_t tokens, float *const *out);
+int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *matrices, int64_t experts, const int64_t *start,
+                   const int64_t *token, const int64_t *row, const float *weight, const float *x, int64_t x_stride,
+                   int64_t tokens, float beta, float linear_beta, float *out, int64_t out_stride);
 
 extern const k3_isa k3_isa_portable;
 #if defined(__x86_64__)

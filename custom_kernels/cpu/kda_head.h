@@ -67,10 +67,10 @@ static void kda_head(const k3_kda *job, int64_t head) {
     for (int64_t t = 0; t < job->tokens; t++, state = new) {
         for (int s = 0; s < 3; s++) short_conv(job, s, t, c, taps[s], stream[s]);
         float *q = stream[0], *k = stream[1], *v = stream[2];
-        const float q_unit = 1.0f / sqrtf((sum_of_squares(q, width) + job->l2_eps) * (float)width);
-        const float k_unit = 1.0f / sqrtf(sum_of_squares(k, width) + job->l2_eps);
+        const float q_unit = 1.0f / sqrtf((sum_of_squares(q, width) + (float)job->l2_eps) * (float)width);
+        const float k_unit = 1.0f / sqrtf(sum_of_squares(k, width) + (float)job->l2_eps);
         for (int64_t j = 0; j < width; j++) {
-            const float g = job->lower_bound * sigmoid_one(rate * (job->z[t * P + c + j] + job->dt_bias[c + j]));
+            const float g = (float)job->lower_bound * sigmoid_one(rate * (job->z[t * P + c + j] + job->dt_bias[c + j]));
             alpha[j] = exp_one(clamp_exponent(g));
             q[j] *= q_unit;
             k[j] *= k_unit;
@@ -86,7 +86,7 @@ static void kda_head(const k3_kda *job, int64_t head) {
             read_error(1, width, state, decayed_k, v, beta, j0, error);
             add_error(1, width, state, alpha, k, q, error, j0, new, out);
         }
-        const float norm = 1.0f / sqrtf(sum_of_squares(out, width) / (float)width + job->eps);
+        const float norm = 1.0f / sqrtf(sum_of_squares(out, width) / (float)width + (float)job->eps);
         for (int64_t j = 0; j < width; j++)
             job->y[t * P + c + j] = out[j] * norm * job->o_norm[j] * sigmoid_one(job->gate[t * P + c + j]);
     }

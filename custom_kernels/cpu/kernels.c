@@ -5,6 +5,7 @@
  * bits of an element depend neither on threads nor on how many tokens are computed together. */
 #include "k3cpu.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -385,13 +386,15 @@ static uint64_t read_all(const uint8_t *p, int64_t bytes) {
 
 #include "kda_head.h"
 
-#include "heads.h"
+#include "attention.h"
 
 #include "depth_mix.h"
 
+#include "route.h"
+
 #define PROVIDED                                                                                                   \
     (TILE_ROWS * K3_DEPTH + K3_TOKENS * TILE_ROWS * LANES) * (int64_t)sizeof(float), pack, position, tile, situ,   \
-        read_all, kda_head, head_product, depth_mix
+        read_all, kda_head, attention, depth_mix, norm, gate, route
 
 const k3_isa ISA_SYMBOL = {ISA_NAME, PROVIDED, NULL, NULL, NULL};
 

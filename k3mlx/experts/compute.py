@@ -76,6 +76,7 @@ class NumpyExperts:
         self, x: Array, ids: NDArray[np.intp], weights: Array, layer: int, request: Request, apart: bool
     ) -> Array:
         """The mixture for latents x [T, L]; `apart` experts come in any order, others in that of their ids."""
+        x = np.asarray(x)
         outputs = self._outputs(x, ids, weights, layer, request)
         return _sum_apart(x, ids, outputs) if apart else _sum(x, outputs)
 

@@ -15,8 +15,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from k3mlx.config import ModelConfig
 from k3mlx.errors import K3Error, ModelFilesError, ResourceError, UsageError
-from k3mlx.kernels.cpu import CpuKernels, load_cpu_kernels
-from k3mlx.kernels.cpu_matrix import ExpertRecords, Matrix
+from k3mlx.kernels.cpu import CpuKernels, load_cpu_kernels, refuse_damaged
+from k3mlx.kernels.cpu_matrix import ExpertRecords, Matrix, stack_experts
+from k3mlx.kernels.cpu_queue import Later
 from k3mlx.kernels.cpu_verify import verify
 from k3mlx.reference.ops import Array
 
@@ -55,6 +56,7 @@ class NativeExperts(NumpyExperts):
         the rows are summed at the end; otherwise the experts come in the order of ids and add up as they come."""
         if len(ids) == 1:
             return self._mix_token(x, ids, weights, layer, request)
+        x = np.asarray(x)
         tokens_count, chosen = ids.shape
         places = _places(ids, weights)
         rows_count = tokens_count * chosen if apart else tokens_count
@@ -69,10 +71,10 @@ class NativeExperts(NumpyExperts):
         return np.add.reduce(out.reshape(chosen, tokens_count, -1)) if apart else out
 
     def _mix_token(
-        self, x: Array, ids: NDArray[np.intp], weights: Array, layer: int, request: Request
+        self, x: Array | Later, ids: NDArray[np.intp], weights: Array, layer: int, request: Request
     ) -> Array:
-        """One token. Experts that are all there at once add up as they are computed; otherwise their outputs are
-        kept and summed at the end, with the same bits."""
+        """One token. Experts that are all there at once add up as they are computed, in one call with what x waits
+        for; otherwise their outputs are kept and summed at the end, with the same bits."""
         factor = dict(zip(ids[0].tolist(), weights[0].tolist(), strict=True))
         outputs: dict[int, Array] = {}
         whole = None
@@ -82,13 +84,19 @@ class NativeExperts(NumpyExperts):
             factors = np.array([factor[expert] for expert in experts], np.float32)
             at_once = len(experts) == len(request) and experts == sorted(experts)
             with _named(layer, group):
-                mixed = self._kernels.mix_token(x, records, factors, *self._betas, apart=not at_once)
-            if at_once:
-                whole = mixed
-            else:
-                outputs.update(zip(experts, mixed, strict=True))
+                if at_once and isinstance(x, Later):
+                    words = stack_experts(records, x.shape[1])
+                    later, finite = x.queue.experts(x, words, factors, *self._betas)
+                    whole = np.asarray(later)
+                    if not finite.value:
+                        refuse_damaged(records)
+                elif at_once:
+                    whole = self._kernels.mix_token(np.asarray(x), records, factors, *self._betas)
+                else:
+                    apart = self._kernels.mix_token(np.asarray(x), records, factors, *self._betas, apart=True)
+                    outputs.update(zip(experts, apart, strict=True))
         if whole is None:
-            whole = np.zeros_like(x)
+            whole = np.zeros_like(np.asarray(x))
             for expert in sorted(outputs):
                 whole += outputs[expert]
         return whole

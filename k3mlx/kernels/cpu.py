@@ -225,7 +225,7 @@ class CpuKernels:
                 *(_address(x), x.shape[1], len(x), beta, linear_beta, _address(out), x.shape[1]),
             )
         if not isfinite(np.add.reduce(out, axis=None)):  # NaN or infinity anywhere, or a sum that overflows
-            _refuse_damaged_experts(experts)
+            refuse_damaged(experts)
 
     def read(self, data: NDArray) -> None:
         """Do nothing but read the bytes of a C-contiguous array on all threads: the yardstick of benchmarks."""
@@ -312,7 +312,8 @@ def _address(array: NDArray) -> int:
     return address
 
 
-def _refuse_damaged_experts(experts: Sequence[ExpertRecords]) -> None:
+def refuse_damaged(experts: Sequence[ExpertRecords]) -> None:
+    """Their output is not finite. Raises ModelFilesError if one of them has an MXFP4 scale byte 255."""
     scales, names = [], []
     for number, expert in enumerate(experts):
         for name, matrix in zip(("w1", "w2", "w3"), expert.matrices, strict=True):
@@ -361,7 +362,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def _signatures() -> dict[str, list[Any]]:
-    """Result and argument types of the library's functions, in the order of api.c and parts.c."""
+    """Result and argument types of the library's functions, in the order of api.c and sequence.c."""
     pointer, number, size, single = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
     experts = [pointer, size, *[pointer] * 4]  # matrices, experts, start, token, row, weight
     return {
@@ -372,7 +373,5 @@ def _signatures() -> dict[str, list[Any]]:
             *(single, single, pointer, size),
         ],
         "k3_read": [ctypes.c_uint64, pointer, number, pointer, size],
-        "k3_kda_step": [None, pointer, number, pointer],
-        "k3_heads_product": [None, pointer, number, pointer],
-        "k3_mix_depth": [None, pointer, number, pointer],
+        "k3_sequence": [number, pointer, number, pointer, size, pointer],
     }

@@ -26,9 +26,19 @@ FLAGS = [
     *("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 ]
-PLAIN_UNITS = ("api", "parts", "pool", "tables")
-PORTABLE_FLAGS = ["-O2"]  # 4-bit formats twice as fast as with -O3, compiled in a third of the time; bf16 slower
-_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
+PLAIN_UNITS = ("api", "sequence", "pool", "tables")
+PORTABLE_FLAGS = [
+    "-O2"
+]  # 4-bit formats twice as fast as with -O3, compiled in a third of the time; bf16 slower
+_AVX512 = [
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mfma",
+    "-mf16c",
+    "-mprefer-vector-width=512",
+]
 ISA_FLAGS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "AVX2": ["-mavx2", "-mfma", "-mf16c"],

@@ -132,7 +132,7 @@ class ExpertRecords:
 
 
 def stack_experts(experts: Sequence[ExpertRecords], latent: int) -> NDArray:
-    """Records [experts, 3] for `CpuKernels.experts_mix`, after checking that they are alike.
+    """The words [experts, 3, any] of their records for the C code, after checking that they are alike.
 
     `latent` is the width of their input and output. Raises UsageError.
     """
@@ -145,8 +145,7 @@ def stack_experts(experts: Sequence[ExpertRecords], latent: int) -> NDArray:
                 f"experts of one call differ: {expert.alike} and {experts[0].alike}; expected the shapes and formats of"
                 " expert 0"
             )
-    words = np.concatenate([expert.words for expert in experts])
-    return words.view(RECORD).reshape(len(experts), 3)
+    return np.concatenate([expert.words for expert in experts])
 
 
 def _matrices(expert: Any) -> tuple[Matrix, Matrix, Matrix]:

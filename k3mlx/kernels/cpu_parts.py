@@ -1,13 +1,11 @@
 """The parts of a layer that the CPU kernels compute in place of numpy's: `reference.model.Parts`.
 
-Owns the conditions under which C computes; elsewhere the reference does. The C code is in custom_kernels/cpu:
-parts.c with kda_head.h, heads.h and depth_mix.h, and the products of api.c.
+Owns the conditions under which C computes; elsewhere the reference does. Results for few tokens are computed later,
+many parts in one call (`cpu_queue.py`). The C code is in custom_kernels/cpu: sequence.c and what it names.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,147 +13,153 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from k3mlx.errors import ResourceError
+from k3mlx.clock import Clock
 from k3mlx.reference.model import Parts
 from k3mlx.stages import Probe, no_probe
 
-from .cpu import CpuKernels, load_library
+from .cpu import MANY, CpuKernels
 from .cpu_linear import Linear
 from .cpu_matrix import ExpertRecords
+from .cpu_queue import Kind, Later, Queue, bits
 
 F32 = NDArray[np.float32]
 LANES = 16  # of the widest vectors: widths are multiples of it
 MAX_WIDTH, MAX_TAPS = 256, 8  # K3_KDA_WIDTH and K3_KDA_TAPS of k3cpu.h
 MAX_SOURCES = 64  # K3_SOURCES
-FEW_TOKENS = 16  # more are BLAS's: a matrix is read once for all of them there
-
-
-class KdaJob(ctypes.Structure):
-    """struct k3_kda of k3cpu.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("tokens", "heads", "width", "taps")),
-        ("x", ctypes.c_void_p * 3),
-        *((name, ctypes.c_void_p) for name in ("z", "gate", "b", "windows", "state")),
-        *((name, ctypes.c_void_p) for name in ("tap", "A_log", "dt_bias", "o_norm")),
-        *((name, ctypes.c_void_p) for name in ("y", "new_windows", "new_state")),
-        *((name, ctypes.c_float) for name in ("lower_bound", "eps", "l2_eps")),
-    )
-
-
-class HeadsJob(ctypes.Structure):
-    """struct k3_heads of k3cpu.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("heads", "tokens", "rows", "cols", "transposed")),
-        *((name, ctypes.c_void_p) for name in ("w", "x", "out")),
-        *((name, ctypes.c_int64) for name in ("w_stride", "x_head", "x_token", "out_head", "out_token")),
-    )
-
-
-class DepthMixJob(ctypes.Structure):
-    """struct k3_depth_mix of k3cpu.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("tokens", "width", "count")),
-        *((name, ctypes.c_void_p) for name in ("source", "norm", "query", "out")),
-        ("eps", ctypes.c_float),
-    )
+MAX_CACHE_WIDTH = 1024  # K3_ATTENTION_WIDTH
+MAX_EXPERTS = 1024  # K3_ROUTED
+FEW_TOKENS = 16  # the results of more are large and computed at once
+_ONE = np.ones(1, np.float32)
 
 
 class CpuParts(Parts):
-    """The parts by the C kernels, in float32. Results do not depend on the threads."""
+    """The parts by the C kernels, in float32. Results do not depend on the threads. What a part gives for up to
+    FEW_TOKENS tokens may be a `Later`, and what it is given too."""
 
     def __init__(self, kernels: CpuKernels) -> None:
+        super().__init__()
         self.kernels = kernels
+        self.queue = Queue(kernels)
         self._mlps: WeakKeyDictionary[Linear, ExpertRecords] = WeakKeyDictionary()  # by their gates
 
-    def kda_step(self, *arguments: Any) -> tuple[F32, F32, F32]:
-        """`reference.kda.kda_step`, always in the sequential form. A pass whose stages somebody looks at, and heads of
-        a width that is no multiple of LANES, are the reference's."""
+    def begin(self, clock: Clock) -> None:
+        self.queue.clear()  # of a pass that was given up
+        self.queue.clock = clock
+
+    def settle(self) -> None:
+        self.queue.run()
+
+    def kda_step(self, *arguments: Any) -> tuple[Any, F32, F32]:
+        """`reference.kda.kda_step`, always in the sequential form; the new windows and state are there after
+        `settle`. A pass whose stages somebody looks at, and heads of a width that is no multiple of LANES, are the
+        reference's."""
         q, k, v, z, b, gate, windows, state, taps, A_log, dt_bias, o_norm, *limits = arguments
         lower_bound, eps, l2_eps, probe = (*limits, no_probe)[:4]
         (tokens, heads), width = b.shape, o_norm.shape[0]
         if probe is not no_probe or width % LANES or width > MAX_WIDTH or taps.shape[-1] > MAX_TAPS:
-            return super().kda_step(*arguments)
-        given = [
-            np.ascontiguousarray(array, np.float32)
-            for array in (q, k, v, z, gate, b, windows, state, taps, A_log, dt_bias, o_norm)
-        ]
-        y = np.empty((tokens, heads * width), np.float32)
-        made = y, np.empty_like(windows), np.empty_like(state)
-        addresses = [array.ctypes.data for array in (*given, *made)]
-        streams = (ctypes.c_void_p * 3)(*addresses[:3])
-        job = KdaJob(tokens, heads, width, taps.shape[-1], streams, *addresses[3:], lower_bound, eps, l2_eps)
-        _library().k3_kda_step(self.kernels.handle, self.kernels.threads, ctypes.byref(job))
-        return made
+            return super().kda_step(*(_now(argument) for argument in arguments))
+        at, y = self.queue.at, self.queue.later((tokens, heads * width))
+        new_windows, new_state = np.empty_like(windows), np.empty_like(state)
+        arrays = q, k, v, z, gate, b, windows, state, taps, A_log, dt_bias, o_norm, y, new_windows, new_state
+        sizes = tokens, heads, width, taps.shape[-1]
+        self.queue.add(Kind.KDA, *sizes, *map(at, arrays), *map(bits, (lower_bound, eps, l2_eps)))
+        return self._given(y), new_windows, new_state
 
-    def per_head(self, x: F32, maps: F32) -> F32:
-        """`reference.mla.per_head`: x [T, H, a], maps [H, a, b] -> [T, H, b], for few tokens and maps whose rows or
-        columns lie one after the other."""
-        tokens, heads, _ = x.shape
-        transposed = maps.strides[2] != maps.itemsize
-        w = maps.transpose(0, 2, 1) if transposed else maps  # [H, rows, cols] as stored
-        in_order = w.strides[1:] == (w.shape[2] * w.itemsize, w.itemsize) and w.shape[2] % LANES == 0
-        if tokens > FEW_TOKENS or not in_order or x.strides[2] != x.itemsize:
-            return super().per_head(x, maps)
-        out = np.empty((tokens, heads, maps.shape[2]), np.float32)
-        strides = w.strides[0], x.strides[1], x.strides[0], out.strides[1], out.strides[0]
-        job = HeadsJob(
-            *(heads, tokens, w.shape[1], w.shape[2], transposed),
-            *(array.ctypes.data for array in (w, x, out)),
-            *(stride // 4 for stride in strides),
-        )
-        _library().k3_heads_product(self.kernels.handle, self.kernels.threads, ctypes.byref(job))
+    def attend(self, q: Any, rows: F32, kv_b: F32, nope: int, rank: int, scale: float) -> Any:
+        """`reference.model.Parts.attend`: q [T, H, n+e], rows [S, r+e], maps [H*(n+m), r] -> [T, H, m]. The maps of many
+        tokens are BLAS's, which reads a map once for all of them."""
+        tokens, heads, head = q.shape
+        width = rows.shape[1]
+        fits = rank % LANES == 0 and width % LANES == 0 and width <= MAX_CACHE_WIDTH
+        if tokens > FEW_TOKENS or not fits:
+            return super().attend(_now(q), rows, kv_b, nope, rank, scale)
+        queue, value = self.queue, kv_b.shape[0] // heads - nope
+        out = queue.later((tokens, heads, value))
+        sizes = tokens, heads, nope, head - nope, rank, value, len(rows)
+        queue.add(Kind.ATTENTION, *sizes, *map(queue.at, (q, rows, kv_b, out)), bits(scale))
         return out
 
-    def attn_res_mix(self, blocks: Sequence[F32], partial: F32, norm: F32, query: F32, eps: float) -> F32:
+    def gated(self, x: Any, gate: Any) -> Any:
+        """x sigmoid(gate), of the same shape."""
+        if len(x) > FEW_TOKENS:
+            return super().gated(_now(x), _now(gate))
+        return self.queue.pairs(Kind.GATE, x, gate)
+
+    def attn_res_mix(self, blocks: Sequence[Any], partial: Any, norm: F32, query: F32, eps: float) -> Any:
         """`reference.attn_res.attn_res_mix`, for widths that are a multiple of LANES."""
-        sources = [*blocks, partial]
-        if not blocks or partial.shape[1] % LANES or len(sources) > MAX_SOURCES:
-            return super().attn_res_mix(blocks, partial, norm, query, eps)
-        given = [np.ascontiguousarray(array, np.float32) for array in (*sources, norm, query)]
-        out = np.empty(partial.shape, np.float32)
-        *addresses, norm_address, query_address = (array.ctypes.data for array in given)
-        pointers = (ctypes.c_void_p * len(sources))(*addresses)
-        job = DepthMixJob(
+        queue, count = self.queue, len(blocks) + 1
+        if not blocks:
+            return partial
+        if partial.shape[1] % LANES or count > MAX_SOURCES:
+            return super().attn_res_mix([*map(_now, blocks)], _now(partial), norm, query, eps)
+        out = queue.later(partial.shape)
+        arrays = map(queue.at, (norm, query, out))
+        queue.add(
+            Kind.DEPTH_MIX,
             *partial.shape,
-            len(sources),
-            ctypes.addressof(pointers),
-            norm_address,
-            query_address,
-            out.ctypes.data,
-            eps,
+            count,
+            *arrays,
+            bits(eps),
+            *map(queue.at, blocks),
+            queue.at(partial),
         )
-        _library().k3_mix_depth(self.kernels.handle, self.kernels.threads, ctypes.byref(job))
-        return out
+        return self._given(out)
 
-    def products(self, x: F32, weights: Sequence[Any]) -> list[F32]:
+    def rms_norm(self, x: Any, weight: F32, eps: float) -> Any:
+        """`reference.ops.rms_norm` of rows x [T, D], for widths that are a multiple of LANES."""
+        if len(x.shape) != 2 or x.shape[1] % LANES:
+            return super().rms_norm(_now(x), weight, eps)
+        queue, out = self.queue, self.queue.later(x.shape)
+        queue.add(Kind.NORM, *x.shape, x.shape[1], queue.at(x), queue.at(weight), queue.at(out), bits(eps))
+        return self._given(out)
+
+    def products(self, x: Any, weights: Sequence[Any]) -> list[Any]:
         """`reference.ops.products`: x w^T for each of several weights, those kept as stored in one call."""
-        if all(isinstance(w, Linear) for w in weights):
-            return self.kernels.products(x, [w.matrix for w in weights])
-        return super().products(x, weights)
+        if not all(isinstance(w, Linear) for w in weights):
+            return super().products(_now(x), weights)
+        matrices = [w.matrix for w in weights]
+        fits = len(x.shape) == 2 and 0 < len(x) <= FEW_TOKENS and len(matrices) <= MANY
+        if not fits or any(m.shape[1] != x.shape[1] or m.is_mxfp4 for m in matrices):
+            return self.kernels.products(
+                _now(x), matrices
+            )  # which refuses, and looks at the results of MXFP4
+        queue, tokens = self.queue, len(x)
+        outs = [queue.later((tokens, matrix.shape[0])) for matrix in matrices]
+        records = [matrix.address for matrix in matrices]
+        queue.kept += matrices
+        queue.add(Kind.PRODUCTS, len(matrices), tokens, queue.at(x), *records, *map(queue.at, outs))
+        return list(outs)
 
     def situ_mlp(
-        self, x: F32, gate: Any, up: Any, down: Any, beta: float, linear_beta: float, probe: Probe = no_probe
-    ) -> F32:
+        self, x: Any, gate: Any, up: Any, down: Any, beta: float, linear_beta: float, probe: Probe = no_probe
+    ) -> Any:
         """`reference.ops.situ_mlp`, in one call for weights kept as stored, unless somebody looks at its stages."""
         stored = all(isinstance(w, Linear) for w in (gate, up, down))
         if probe is not no_probe or not stored or gate.matrix.kind != up.matrix.kind:
-            return super().situ_mlp(x, gate, up, down, beta, linear_beta, probe)
+            return super().situ_mlp(_now(x), gate, up, down, beta, linear_beta, probe)
         mlp = self._mlps.get(gate)
         if mlp is None:
             mlp = self._mlps[gate] = ExpertRecords.of((gate.matrix, down.matrix, up.matrix))
-        return self.kernels.situ_mlp(x, mlp, beta, linear_beta)
+        if not 0 < len(x) <= FEW_TOKENS or any(matrix.is_mxfp4 for matrix in mlp.matrices):
+            return self.kernels.situ_mlp(_now(x), mlp, beta, linear_beta)
+        return self.queue.experts(x, mlp.words, _ONE, beta, linear_beta)[0]
+
+    def select_topk(self, logits: Any, bias: F32, k: int, scaling: float) -> tuple[NDArray[np.intp], F32]:
+        """`reference.moe.select_topk` of logits [T, E], computed at once."""
+        tokens, experts = logits.shape
+        if not k <= experts <= MAX_EXPERTS:
+            return super().select_topk(_now(logits), bias, k, scaling)
+        queue, ids = self.queue, np.empty((tokens, k), np.int64)
+        weights = queue.later((tokens, k))
+        arrays = queue.at(logits), queue.at(bias), queue.keep(ids), queue.at(weights)
+        queue.add(Kind.ROUTE, tokens, experts, k, *arrays, bits(scaling))
+        return ids, np.asarray(weights)
+
+    def _given(self, result: Later) -> Any:
+        """The result itself where there are many tokens."""
+        return result if len(result) <= FEW_TOKENS else np.asarray(result)
 
 
-@functools.cache
-def _library() -> ctypes.CDLL:
-    """The library, if it describes the jobs as this file does. Raises ResourceError."""
-    library = load_library()
-    sizes = library.k3_kda_size(), library.k3_heads_size(), library.k3_depth_mix_size()
-    if sizes != tuple(map(ctypes.sizeof, (KdaJob, HeadsJob, DepthMixJob))):
-        raise ResourceError(
-            "the CPU kernels describe their jobs differently from this package; build them again"
-        )
-    return library
+def _now(array: Any) -> Any:
+    """The array, computed."""
+    return np.asarray(array) if isinstance(array, Later) else array

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k3mlx.checkpoint import mxfp4
-from k3mlx.reference import attn_res, kda, mla
+from k3mlx.reference import attn_res, kda, moe, ops
+from k3mlx.reference.model import Parts
 from k3mlx.reference.moe import mix_experts
 
 from .cpu import CpuKernels
@@ -45,7 +46,7 @@ def verify(kernels: CpuKernels) -> list[Check]:
         checks.append(Check(name, worst <= TOLERANCE, worst, TOLERANCE))
     worst = _largest(*(_experts_error(kernels, rng, tokens) for tokens in (1, 7)))
     checks.append(Check("experts_mix", worst <= EXPERTS_TOLERANCE, worst, EXPERTS_TOLERANCE))
-    for name, error in (("kda_step", _kda_error), ("per_head", _heads_error), ("attn_res_mix", _mix_error)):
+    for name, error in _PARTS.items():
         worst = error(CpuParts(kernels), rng)
         checks.append(Check(name, worst <= PARTS_TOLERANCE, worst, PARTS_TOLERANCE))
     return checks
@@ -116,7 +117,7 @@ def _experts_error(kernels: CpuKernels, rng: np.random.Generator, tokens: int) -
     expected = mix_experts(
         x.astype(np.float64), ids, weights, lambda chosen: [(int(i), wide[i]) for i in chosen], 4.0, 25.0
     )
-    return float(np.abs(got - expected).max() / np.abs(expected).max())
+    return _of_largest(got, expected)
 
 
 def _kda_error(parts: CpuParts, rng: np.random.Generator) -> float:
@@ -130,19 +131,17 @@ def _kda_error(parts: CpuParts, rng: np.random.Generator) -> float:
     limits: Any = (-5.0, 1e-5, 1e-6)
     exact = kda.kda_step(*(array.astype(np.float64) for array in arrays), *limits)
     got = parts.kda_step(*arrays, *limits)
-    errors = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(got, exact, strict=True)]
-    return float(np.max(errors))
+    parts.settle()
+    return float(np.max([_of_largest(a, b) for a, b in zip(got, exact, strict=True)]))
 
 
-def _heads_error(parts: CpuParts, rng: np.random.Generator) -> float:
-    maps = rng.standard_normal((3, 48, 160)).astype(np.float32)
-    worst = 0.0
-    for x, w in (((2, 3, 48), maps), ((2, 3, 160), maps.transpose(0, 2, 1))):
-        vectors = rng.standard_normal(x).astype(np.float32)
-        exact = mla.per_head(vectors.astype(np.float64), w.astype(np.float64))
-        error = np.abs(parts.per_head(vectors, w) - exact).max() / np.abs(exact).max()
-        worst = _largest(worst, error)
-    return worst
+def _attention_error(parts: CpuParts, rng: np.random.Generator) -> float:
+    tokens, heads, nope, ext, rank, value, cached = 2, 5, 24, 16, 48, 32, 70
+    shapes = ((tokens, heads, nope + ext), (cached, rank + ext), (heads * (nope + value), rank))
+    q, rows, maps = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    wide_q, wide_rows, wide_maps = (array.astype(np.float64) for array in (q, rows, maps))
+    exact = Parts().attend(wide_q, wide_rows, wide_maps, nope, rank, 0.05)
+    return _of_largest(parts.attend(q, rows, maps, nope, rank, 0.05), exact)
 
 
 def _mix_error(parts: CpuParts, rng: np.random.Generator) -> float:
@@ -151,10 +150,34 @@ def _mix_error(parts: CpuParts, rng: np.random.Generator) -> float:
     )
     wide = [array.astype(np.float64) for array in (*sources, norm, query)]
     exact = attn_res.attn_res_mix(wide[:2], wide[2], wide[3], wide[4], 1e-5)
-    got = parts.attn_res_mix(sources[:2], sources[2], norm, query, 1e-5)
-    return float(np.abs(got - exact).max() / np.abs(exact).max())
+    return _of_largest(parts.attn_res_mix(sources[:2], sources[2], norm, query, 1e-5), exact)
 
 
+def _norm_error(parts: CpuParts, rng: np.random.Generator) -> float:
+    """Norm and sum, the second waiting for the first."""
+    x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 160), (160,)))
+    exact = x + ops.rms_norm(x.astype(np.float64), weight.astype(np.float64), 1e-5)
+    return _of_largest(x + parts.rms_norm(x, weight, 1e-5), exact)
+
+
+def _route_error(parts: CpuParts, rng: np.random.Generator) -> float:
+    logits, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 40), (40,)))
+    ids, weights = moe.select_topk(logits.astype(np.float64), bias, 5, 2.5)
+    chosen, got = parts.select_topk(logits, bias, 5, 2.5)
+    return _of_largest(got, weights) if np.array_equal(chosen, ids) else np.nan
+
+
+def _of_largest(got: Any, exact: NDArray) -> float:
+    return float(np.abs(np.asarray(got) - exact).max() / np.abs(exact).max())
+
+
+_PARTS = {
+    "kda_step": _kda_error,
+    "attend": _attention_error,
+    "attn_res_mix": _mix_error,
+    "rms_norm": _norm_error,
+    "select_topk": _route_error,
+}
 _NAMES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(np.uint16): "bf16"}
 
 

@@ -5,8 +5,6 @@ normalised latent (r values) and the extra key part (e values) shared by all hea
 Source: model specification §2.5.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
 from .ops import Array, softmax
@@ -26,9 +24,6 @@ def per_head(x: Array, maps: Array) -> Array:
     return (x.transpose(1, 0, 2) @ maps).transpose(1, 0, 2)
 
 
-PerHead = Callable[[Array, Array], Array]
-
-
 def attend(
     q_nope: Array,
     q_ext: Array,
@@ -37,12 +32,11 @@ def attend(
     U: Array,
     O: Array,
     scale: float,
-    per_head: PerHead = per_head,
 ) -> Array:
     """Causal attention of the last T cached tokens over the whole cache, in the cheaper of two forms.
 
     q_nope [T, H, n]; q_ext [T, H, e]; latent [S, r] and ext [S, e], S >= T, the newest token last;
-    U [H, n, r]; O [H, m, r]; scale multiplies the scores; `per_head` multiplies with U and O. Returns [T, H, m].
+    U [H, n, r]; O [H, m, r]; scale multiplies the scores. Returns [T, H, m].
     """
     tokens, _, n = q_nope.shape
     cached, r = latent.shape
@@ -50,7 +44,7 @@ def attend(
     expanded = tokens * cached * (n + e + m) + cached * r * (n + m)
     absorbed = tokens * cached * (r + e + r) + tokens * r * (n + m)
     if absorbed <= expanded:
-        return attend_absorbed(q_nope, q_ext, latent, ext, U, O, scale, per_head)
+        return attend_absorbed(q_nope, q_ext, latent, ext, U, O, scale)
     return attend_expanded(q_nope, q_ext, latent, ext, U, O, scale)
 
 
@@ -62,7 +56,6 @@ def attend_absorbed(
     U: Array,
     O: Array,
     scale: float,
-    per_head: PerHead = per_head,
 ) -> Array:
     """`attend` as multi-query attention in the latent space: keys are never expanded.
 

@@ -24,7 +24,8 @@ class Experts(Protocol):
     def start(self, layer: int, x: Array, ids: NDArray[np.intp], weights: Array) -> Mix:
         """Prepare the experts ids [T, k] of a layer, chosen for the normed inputs x [T, D].
 
-        The result must give what `mix_experts` gives, and is called once.
+        The result must give what `mix_experts` gives, and is called once; of the latents it needs no more than that
+        `np.asarray` makes an array of them.
         """
 
 

@@ -7,14 +7,7 @@
 #include <string.h>
 
 const k3_isa *k3_isa_named(const char *name);
-int k3_matmul(const k3_isa *isa, int threads, const k3_matrix *const *m, int64_t count, const float *x, int64_t x_stride,
-              int64_t tokens, float *const *out);
-int k3_experts_mix(const k3_isa *isa, int threads, const k3_matrix *matrices, int64_t experts, const int64_t *start,
-                   const int64_t *token, const int64_t *row, const float *weight, const float *x, int64_t x_stride,
-                   int64_t tokens, float beta, float linear_beta, float *out, int64_t out_stride);
-
-void k3_kda_step(const k3_isa *isa, int threads, const k3_kda *job);
-void k3_heads_product(const k3_isa *isa, int threads, const k3_heads *job);
+int k3_sequence(const k3_isa *isa, int threads, const int64_t *words, int64_t count, double *seconds);
 
 static FILE *in, *out;
 
@@ -47,44 +40,30 @@ static k3_matrix matrix(int off) {
     return m;
 }
 
-static float *floats(int64_t count) { return array(4 * count, 0); }
-static float *room(int64_t count) { return malloc((size_t)count * sizeof(float)); }
-static void write(const float *values, int64_t count) { fwrite(values, sizeof *values, (size_t)count, out); }
+enum { NUMBER, GIVEN, RESULT }; /* what a field of a job is: itself, or an array of so many bytes */
 
-static void kda(const k3_isa *isa, int threads, int64_t tokens) {
-    int64_t heads = number(), width = number(), taps = number(), P = heads * width, rows = 3 * (taps - 1);
-    k3_kda job = {.tokens = tokens, .heads = heads, .width = width, .taps = taps,
-                  .lower_bound = -5.0f, .eps = 1e-5f, .l2_eps = 1e-6f};
-    for (int i = 0; i < 3; i++) job.x[i] = floats(tokens * P);
-    job.z = floats(tokens * P);
-    job.b = floats(tokens * heads);
-    job.gate = floats(tokens * P);
-    job.windows = floats(rows * P);
-    job.state = floats(P * width);
-    job.tap = floats(3 * P * taps);
-    job.A_log = floats(heads);
-    job.dt_bias = floats(P);
-    job.o_norm = floats(width);
-    job.y = room(tokens * P);
-    job.new_windows = room(rows * P);
-    job.new_state = room(P * width);
-    k3_kda_step(isa, threads, &job);
-    write(job.y, tokens * P);
-    write(job.new_windows, rows * P);
-    write(job.new_state, P * width);
-}
-
-static void per_head(const k3_isa *isa, int threads, int64_t tokens) {
-    int64_t heads = number(), rows = number(), cols = number(), transposed = number();
-    int64_t from = transposed ? cols : rows, to = transposed ? rows : cols;
-    float *result = room(tokens * heads * to);
-    k3_heads job = {.heads = heads, .tokens = tokens, .rows = rows, .cols = cols, .transposed = transposed,
-                    .w_stride = rows * cols, .x_head = from, .x_token = heads * from,
-                    .out_head = to, .out_token = heads * to, .out = result};
-    job.w = floats(heads * rows * cols);
-    job.x = floats(tokens * heads * from);
-    k3_heads_product(isa, threads, &job);
-    write(result, tokens * heads * to);
+/* A job of a sequence: its kind and fields. What it has made is written. */
+static int run_job(const k3_isa *isa, int threads) {
+    int64_t kind = number(), count = number(), *words = malloc((size_t)(count + 2) * sizeof *words);
+    void **results = malloc((size_t)count * sizeof *results);
+    int64_t *sizes = malloc((size_t)count * sizeof *sizes), made = 0;
+    double seconds;
+    words[0] = kind;
+    words[1] = count;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t what = number(), value = number();
+        if (what == RESULT) {
+            results[made] = malloc((size_t)value);
+            sizes[made] = value;
+            value = (int64_t)(intptr_t)results[made++];
+        } else if (what == GIVEN) {
+            value = (int64_t)(intptr_t)array(value, 0);
+        }
+        words[2 + i] = value;
+    }
+    if (k3_sequence(isa, threads, words, 1, &seconds)) return -1;
+    for (int64_t i = 0; i < made; i++) fwrite(results[i], (size_t)sizes[i], 1, out);
+    return 0;
 }
 
 int main(int count, char **arguments) {
@@ -96,7 +75,7 @@ int main(int count, char **arguments) {
     for (int64_t cases = number(); cases > 0; cases--) {
         int64_t threads = number(), off = number(), experts = number(), tokens = number();
         if (experts < 0) {
-            (experts == -1 ? kda : per_head)(isa, (int)threads, tokens);
+            if (run_job(isa, (int)threads)) return 5;
             continue;
         }
         k3_matrix *m = malloc((size_t)(experts ? 3 * experts : 1) * sizeof *m);

@@ -2,14 +2,14 @@
 
 A CASES file: number of cases; for each: threads, offset, experts, tokens; matrices (format, group, scale type, rows,
 cols, row bytes, scale bytes as int64, then weights, scales, biases); x; with experts also start, token, weight. With
-experts -1 and -2 follow the sizes and arrays of a KDA step, or of products head by head, in place of matrices.
+experts -1 a job of a sequence follows: its kind, the number of its fields, and for each two numbers and its bytes.
 """
 
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,12 @@ import pytest
 
 from k3mlx.kernels import cpu_build
 from k3mlx.kernels.cpu_matrix import Matrix
+from k3mlx.kernels.cpu_queue import Kind, bits
 from k3mlx.kernels.cpu_verify import relative_error
-from k3mlx.reference import kda, mla
+from k3mlx.reference import kda, ops
+from k3mlx.reference.attn_res import attn_res_mix
+from k3mlx.reference.model import Parts
+from k3mlx.reference.moe import select_topk
 
 from .test_cpu_experts import Case
 from .test_cpu_matmul import FORMATS, make
@@ -93,31 +97,62 @@ def mixture(seed: int) -> tuple[bytes, np.ndarray]:
     return head + matrices + arrays, case.expected()
 
 
-def kda_steps(seed: int) -> tuple[bytes, np.ndarray]:
-    tokens, heads, width, taps = ((1, 3, 128, 4), (2, 2, 48, 3), (5, 1, 256, 8))[seed]
-    case = kda_case(np.random.default_rng(seed), tokens, heads, width, taps)
-    head = np.array([1 + seed, 0, -1, tokens, heads, width, taps], np.int64).tobytes()
-    arrays = [part for part in case if isinstance(part, np.ndarray)]
-    expected = np.concatenate([part.ravel() for part in kda.kda_step(*in_float64(case))])
-    return head + b"".join(array.tobytes() for array in arrays), expected
+def job(threads: int, kind: Kind, fields: Sequence[int | np.ndarray | np.dtype | tuple]) -> bytes:
+    """A job: numbers, arrays that it is given, and (count, dtype) of what it makes."""
+    parts = [np.array([threads, 0, -1, 0, kind, len(fields)], np.int64).tobytes()]
+    for field in fields:
+        if isinstance(field, np.ndarray):
+            parts += [np.array([1, field.nbytes], np.int64).tobytes(), field.tobytes()]
+        elif isinstance(field, tuple):
+            parts += [np.array([2, field[0] * np.dtype(field[1]).itemsize], np.int64).tobytes()]
+        else:
+            parts += [np.array([0, field], np.int64).tobytes()]
+    return b"".join(parts)
 
 
-def head_products(seed: int) -> tuple[bytes, np.ndarray]:
-    tokens, heads, rows, cols = ((1, 3, 7, 144), (3, 2, 20, 16))[seed // 2]
-    rng, transposed = np.random.default_rng(seed), seed % 2
-    w = rng.standard_normal((heads, rows, cols)).astype(np.float32)
-    x = rng.standard_normal((tokens, heads, cols if transposed else rows)).astype(np.float32)
-    maps = w.transpose(0, 2, 1) if transposed else w
-    head = np.array([2, 0, -2, tokens, heads, rows, cols, transposed], np.int64).tobytes()
-    return head + w.tobytes() + x.tobytes(), mla.per_head(
-        x.astype(np.float64), maps.astype(np.float64)
-    ).ravel()
+def normal(rng: np.random.Generator, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def wide(arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
+    return [array.astype(np.float64) for array in arrays]
+
+
+def jobs() -> Iterator[tuple[bytes, list[np.ndarray]]]:
+    """Every kind of job that computes between the products, with what it has to give."""
+    numpy, rng = Parts(), np.random.default_rng(5)
+    for seed, (tokens, heads, width, taps) in enumerate([(1, 3, 128, 4), (2, 2, 48, 3), (5, 1, 256, 8)]):
+        case = kda_case(rng, tokens, heads, width, taps)
+        arrays, limits = case[:12], case[12:]
+        made = [(size, np.float32) for size in (case[0].size, case[6].size, case[7].size)]
+        given = *arrays[:4], arrays[5], arrays[4], *arrays[6:]  # the gate before b
+        fields = tokens, heads, width, taps, *given, *made, *map(bits, limits)
+        yield job(1 + seed, Kind.KDA, fields), list(kda.kda_step(*in_float64(case)))
+    for tokens, heads, nope, ext, rank, value, cached in [(1, 6, 7, 16, 48, 5, 1), (3, 4, 24, 16, 96, 8, 70)]:
+        q, rows, maps = normal(
+            rng, (tokens, heads, nope + ext), (cached, rank + ext), (heads * (nope + value), rank)
+        )
+        out, scale = (tokens * heads * value, np.float32), bits(0.05)
+        fields = tokens, heads, nope, ext, rank, value, cached, q, rows, maps, out, scale
+        yield job(2, Kind.ATTENTION, fields), [numpy.attend(*wide((q, rows, maps)), nope, rank, 0.05)]
+    x, y, z, norm, query = normal(rng, *[(3, 80)] * 3, (80,), (80,))
+    out = 240, np.float32
+    fields = 3, 80, 3, norm, query, out, bits(1e-5), x, y, z
+    mixed = attn_res_mix(wide((x, y)), *wide((z, norm, query)), 1e-5)
+    yield job(2, Kind.DEPTH_MIX, fields), [mixed]
+    yield job(1, Kind.NORM, (3, 80, 80, x, norm, out, bits(1e-5))), [ops.rms_norm(*wide((x, norm)), 1e-5)]
+    yield job(1, Kind.SUM, (240, x, y, out)), [x + y.astype(np.float64)]
+    yield job(1, Kind.GATE, (240, x, y, out)), [numpy.gated(*wide((x, y)))]
+    logits, bias = normal(rng, (2, 37), (37,))
+    ids, weights = select_topk(logits.astype(np.float64), bias, 6, 2.5)
+    fields = 2, 37, 6, logits, bias, (12, np.int64), (12, np.float32), bits(2.5)
+    yield job(2, Kind.ROUTE, fields), [ids, weights]
 
 
 def run_and_check(command: list[str], isa: str, folder: Path, count: int = 84, largest: int = 1500) -> None:
     matmuls, mixtures = list(products(count, largest)), [mixture(seed) for seed in range(3)]
-    attention = [kda_steps(seed) for seed in range(3)] + [head_products(seed) for seed in range(4)]
-    cases = [m[0] for m in (*matmuls, *mixtures, *attention)]
+    others = list(jobs())
+    cases = [m[0] for m in (*matmuls, *mixtures, *others)]
     (folder / "cases").write_bytes(np.int64(len(cases)).tobytes() + b"".join(cases))
     done = subprocess.run(
         [*command, isa, str(folder / "cases"), str(folder / "results")],
@@ -139,11 +174,14 @@ def run_and_check(command: list[str], isa: str, folder: Path, count: int = 84, l
         got = results[at : at + expected.size].reshape(expected.shape)
         assert np.abs(got - expected).max() <= 1e-6 * np.abs(expected).max(), f"mixture {number}"
         at += expected.size
-    for number, (_, expected) in enumerate(attention):
-        got = results[at : at + expected.size]
-        assert np.abs(got - expected).max() <= 3e-6 * np.abs(expected).max(), f"part of attention {number}"
-        at += expected.size
-    assert at == len(results)
+    at *= 4  # bytes
+    for number, (_, results_of) in enumerate(others):
+        for expected in results_of:
+            kind = expected.dtype if expected.dtype.kind == "i" else np.dtype(np.float32)
+            got = np.frombuffer(results.tobytes(), kind, expected.size, at).reshape(expected.shape)
+            assert np.abs(got - expected).max() <= 3e-6 * np.abs(expected).max(), f"job {number}"
+            at += got.nbytes
+    assert at == results.nbytes
 
 
 @pytest.fixture(scope="module")
