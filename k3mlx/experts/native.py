@@ -74,7 +74,10 @@ class NativeExperts(NumpyExperts):
         self, x: Array | Later, ids: NDArray[np.intp], weights: Array, layer: int, request: Request
     ) -> Array:
         """One token. Experts that are all there at once add up as they are computed, in one call with what x waits
-        for; otherwise their outputs are kept and summed at the end, with the same bits."""
+        for; otherwise that is computed while they are read, and outputs are kept and summed at the end, with the same
+        bits."""
+        if not request.here:
+            x = np.asarray(x)
         factor = dict(zip(ids[0].tolist(), weights[0].tolist(), strict=True))
         outputs: dict[int, Array] = {}
         whole = None

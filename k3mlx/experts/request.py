@@ -50,6 +50,12 @@ class Request:
         """How many experts were asked for."""
         return len(self._experts)
 
+    @property
+    def here(self) -> bool:
+        """Whether all of them are in memory now."""
+        with self._store.lock:
+            return not self._pending and all(entry.state == READY for entry in self._entries.values())
+
     def __enter__(self) -> Request:
         return self
 

@@ -66,8 +66,8 @@ class CpuParts(Parts):
         return self._given(y), new_windows, new_state
 
     def attend(self, q: Any, rows: F32, kv_b: F32, nope: int, rank: int, scale: float) -> Any:
-        """`reference.model.Parts.attend`: q [T, H, n+e], rows [S, r+e], maps [H*(n+m), r] -> [T, H, m]. The maps of many
-        tokens are BLAS's, which reads a map once for all of them."""
+        """`reference.model.Parts.attend`: q [T, H, n+e], rows [S, r+e], maps [H*(n+m), r] -> [T, H, m]. Many tokens are
+        BLAS's, which reads a head's maps once for all of them."""
         tokens, heads, head = q.shape
         width = rows.shape[1]
         fits = rank % LANES == 0 and width % LANES == 0 and width <= MAX_CACHE_WIDTH

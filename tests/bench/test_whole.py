@@ -13,8 +13,7 @@ from k3mlx.bench.figures import SPLIT, figures_of_trials, split
 from k3mlx.bench.whole import random_ids, run_trial, run_trials, text_ids
 from k3mlx.errors import ResourceError, UsageError
 from k3mlx.experts import filling, native
-from k3mlx.kernels import cpu
-from k3mlx.reference import model as reference_model
+from k3mlx.kernels import cpu, cpu_queue
 
 
 def test_each_repeat_feeds_its_own_ids_in_a_new_session(engine, monkeypatch):
@@ -137,9 +136,19 @@ def late_experts(engine, patch):
 
 def late_attention(engine, patch):
     if engine.backend.name == "numpy":
-        parts = type(engine.backend.model.parts)
-        patch.setattr(parts, "kda_step", late(parts.kda_step))
-        patch.setattr(reference_model, "attend", late(reference_model.attend))
+        library = cpu_queue._library()
+
+        class Late:
+            def k3_sequence(self, handle, threads, words, count, seconds):
+                status, at = library.k3_sequence(handle, threads, words, count, seconds), 0
+                for job in range(count):
+                    if words[at] in (cpu_queue.Kind.KDA, cpu_queue.Kind.ATTENTION):
+                        time.sleep(LATE)
+                        seconds[job] += LATE
+                    at += 2 + words[at + 1]
+                return status
+
+        patch.setattr(cpu_queue, "_library", Late)
     else:
         import mlx.core as mx
 

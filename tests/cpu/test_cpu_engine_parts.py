@@ -1,13 +1,17 @@
 """Experts from a store by the C kernels, against numpy in float64."""
 
+import threading
+
 import numpy as np
 import pytest
 
 from k3mlx.checkpoint.snapshot import Checkpoint
 from k3mlx.errors import ModelFilesError
+from k3mlx.experts import filling
 from k3mlx.experts.compute import NumpyExperts
 from k3mlx.experts.native import NativeExperts
 from k3mlx.experts.store import ExpertStore
+from k3mlx.kernels.cpu_queue import Kind, Queue
 from k3mlx.reference.moe import route_topk
 from tests.tiny import random_config, write_random_model
 
@@ -60,3 +64,39 @@ def test_a_damaged_expert_is_named_with_its_file(checkpoint, kernels, rng, monke
     with pytest.raises(ModelFilesError, match=rf"layer {layer}, .*\b{bad} \(.*safetensors.*255"):
         NativeExperts(store, checkpoint.config, kernels).start(layer, x, ids, weights)(latent)
     store.close()
+
+
+def test_a_latent_to_come_gives_the_same_bits(checkpoint, kernels, rng):
+    layer, x, ids, weights, latent = routed(checkpoint, rng, 1)
+    store, queue = ExpertStore(checkpoint, None), Queue(kernels)
+    experts, nothing = NativeExperts(store, checkpoint.config, kernels), np.zeros_like(latent)
+    results = [
+        experts.start(layer, x, ids, weights)(given)
+        for given in (queue.pairs(Kind.SUM, latent, nothing), latent, queue.pairs(Kind.SUM, latent, nothing))
+    ]  # while they are read, then from the cache
+    assert np.array_equal(results[0], results[1])
+    assert np.array_equal(results[2], results[1])
+    bad = int(ids[0, 0])
+    for held in store.fetch(layer, [bad]):
+        held.parts["w3.weight_scale"][0, 0] = 255
+    with pytest.raises(ModelFilesError, match=f"layer {layer}.*255"):
+        experts.start(layer, x, ids, weights)(queue.pairs(Kind.SUM, latent, nothing))
+    store.close()
+
+
+def test_what_a_latent_waits_for_is_computed_beside_the_reads(checkpoint, kernels, rng, monkeypatch):
+    layer, x, ids, weights, latent = routed(checkpoint, rng, 1)
+    store, queue = ExpertStore(checkpoint, None), Queue(kernels)
+    computed, found, read, run = threading.Event(), [], filling._read_pieces, Queue.run
+
+    def late(*arguments):
+        found.append(computed.wait(5))
+        return read(*arguments)
+
+    monkeypatch.setattr(filling, "_read_pieces", late)
+    monkeypatch.setattr(Queue, "run", lambda own: (run(own), computed.set()))
+    experts = NativeExperts(store, checkpoint.config, kernels)
+    experts.start(layer, x, ids, weights)(queue.pairs(Kind.SUM, latent, latent))
+    store.close()
+    assert found
+    assert all(found)
