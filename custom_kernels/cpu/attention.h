@@ -1,17 +1,16 @@
-/* Latent attention of a token in the absorbed form, for a few heads at a time, so that a row of the cache is read once for
- * all of them. Included by kernels.c, after kda_head.h. */
+/* Latent attention of a token in the absorbed form: queries into the space of the cache, chunks of the cache with all heads,
+ * and what the chunks have given together, back from that space. Included by kernels.c, after kda_head.h. */
 
-enum { ATTENTION_ROWS = 32 }; /* of the cache at a time: they stay in the second cache between scores and values */
+enum { HEADS = REGISTERS >= 32 ? 8 : 4 }; /* at a time: a row is loaded once for all of them */
+enum { ATTENTION_ROWS = 16 };              /* of the cache at a time, for all heads: they stay in the caches nearby */
 
-/* out [cols] = x [rows] W for N vectors of columns. */
-INLINE void add_rows(const int N, const float *x, int64_t rows, const float *w, int64_t cols, float *out) {
-    vf sum[8];
-    TIMES(n, N, sum[n] = v_zero(););
-    for (int64_t i = 0; i < rows; i++) {
-        const vf xi = v_all(x[i]);
-        TIMES(n, N, sum[n] = v_fma(xi, v_load(w + i * cols + n * VL), sum[n]););
+/* out [cols] += x[0..R-1] times as many rows of W. */
+INLINE void add_rows(const int R, const float *x, const float *w, int64_t cols, float *out) {
+    for (int64_t j = 0; j < cols; j += VL) {
+        vf sum = v_load(out + j);
+        TIMES(r, R, sum = v_fma(v_all(x[r]), v_load(w + r * cols + j), sum););
+        v_store(out + j, sum);
     }
-    TIMES(n, N, v_store(out + n * VL, sum[n]););
 }
 
 /* out [R] = W x [cols], the first R rows of W. */
@@ -27,36 +26,64 @@ INLINE void dot_rows(const int R, const float *w, const float *x, int64_t cols, 
 
 /* R rows times the queries of G heads: scores[g * ATTENTION_ROWS + r]. */
 INLINE void scores_of(const int G, const int R, const float *rows, const float *q, int64_t width, float *scores) {
-    vf sum[2][K3_ATTENTION_HEADS];
+    vf sum[2][HEADS];
     TIMES(r, R, TIMES(g, G, sum[r][g] = v_zero();););
-    for (int64_t i = 0; i < width; i += VL)
-        TIMES(r, R, {
-            const vf row = v_load(rows + r * width + i);
-            TIMES(g, G, sum[r][g] = v_fma(row, v_load(q + g * width + i), sum[r][g]););
+    for (int64_t i = 0; i < width; i += VL) {
+        vf row[2];
+        TIMES(r, R, row[r] = v_load(rows + r * width + i););
+        TIMES(g, G, {
+            const vf own = v_load(q + g * width + i);
+            TIMES(r, R, sum[r][g] = v_fma(row[r], own, sum[r][g]););
         });
+    }
     TIMES(r, R, TIMES(g, G, scores[g * ATTENTION_ROWS + r] = v_sum(sum[r][g]);););
 }
 
 /* N vectors of columns: mixed[g] = mixed[g] * kept[g] + weights[g] x the first `count` rows. */
 INLINE void mix_rows(const int G, const int N, const float *rows, int64_t count, int64_t width, const float *weights,
-                     const float *kept, float *mixed) {
-    vf sum[2][K3_ATTENTION_HEADS];
-    TIMES(n, N, TIMES(g, G, {
-              sum[n][g] = v_fma(v_all(kept[g]), v_load(mixed + g * K3_ATTENTION_WIDTH + n * VL), v_zero());
-          }););
-    for (int64_t s = 0; s < count; s++)
-        TIMES(n, N, {
-            const vf row = v_load(rows + s * width + n * VL);
-            TIMES(g, G, sum[n][g] = v_fma(v_all(weights[g * ATTENTION_ROWS + s]), row, sum[n][g]););
+                     const float *kept, float *mixed, int64_t rank) {
+    vf sum[2][HEADS];
+    TIMES(n, N, TIMES(g, G, sum[n][g] = v_fma(v_all(kept[g]), v_load(mixed + g * rank + n * VL), v_zero());););
+    for (int64_t s = 0; s < count; s++) {
+        vf row[2];
+        TIMES(n, N, row[n] = v_load(rows + s * width + n * VL););
+        TIMES(g, G, {
+            const vf weight = v_all(weights[g * ATTENTION_ROWS + s]);
+            TIMES(n, N, sum[n][g] = v_fma(weight, row[n], sum[n][g]););
         });
-    TIMES(n, N, TIMES(g, G, v_store(mixed + g * K3_ATTENTION_WIDTH + n * VL, sum[n][g]);););
+    }
+    TIMES(n, N, TIMES(g, G, v_store(mixed + g * rank + n * VL, sum[n][g]);););
 }
 
+/* The next `count` rows for G heads, whose largest score may rise. */
+INLINE void attend_rows(const int G, const float *rows, int64_t count, int64_t width, int64_t rank, const float *q,
+                        float *mixed, float *largest, float *total) {
+    float weights[HEADS * ATTENTION_ROWS], kept[HEADS];
+    int64_t s = 0, i = 0;
+    for (; s + 2 <= count; s += 2) scores_of(G, 2, rows + s * width, q, width, weights + s);
+    if (s < count) scores_of(G, 1, rows + s * width, q, width, weights + s);
+    for (int g = 0; g < G; g++) {
+        float *own = weights + g * ATTENTION_ROWS, before = largest[g], new = before;
+        for (int64_t r = count; r < ATTENTION_ROWS; r++) own[r] = -INFINITY;
+        for (int r = 0; r < ATTENTION_ROWS; r++) new = own[r] > new ? own[r] : new;
+        for (int r = 0; r < ATTENTION_ROWS; r++) own[r] = exp_one(clamp_exponent(own[r] - new));
+        for (int64_t r = count; r < ATTENTION_ROWS; r++) own[r] = 0;
+        vf sum = v_load(own);
+        for (int r = VL; r < ATTENTION_ROWS; r += VL) sum = v_add(sum, v_load(own + r));
+        kept[g] = exp_one(clamp_exponent(before - new));
+        total[g] = total[g] * kept[g] + v_sum(sum);
+        largest[g] = new;
+    }
+    for (; i + 2 * VL <= rank; i += 2 * VL) mix_rows(G, 2, rows + i, count, width, weights, kept, mixed + i, rank);
+    for (; i < rank; i += VL) mix_rows(G, 1, rows + i, count, width, weights, kept, mixed + i, rank);
+}
+
+/* out [cols] = x [rows] W, and out [rows] = W x. Both read W from end to end. */
 INLINE void map_in(const float *x, int64_t rows, const float *w, int64_t cols, float *out) {
-    enum { WIDE = REGISTERS >= 32 ? 8 : 4 };
     int64_t i = 0;
-    for (; i + WIDE * VL <= cols; i += WIDE * VL) add_rows(WIDE, x, rows, w + i, cols, out + i);
-    for (; i < cols; i += VL) add_rows(1, x, rows, w + i, cols, out + i);
+    memset(out, 0, (size_t)cols * sizeof(float));
+    for (; i + 4 <= rows; i += 4) add_rows(4, x + i, w + i * cols, cols, out);
+    for (; i < rows; i++) add_rows(1, x + i, w + i * cols, cols, out);
 }
 INLINE void map_out(const float *w, int64_t rows, const float *x, int64_t cols, float *out) {
     enum { WIDE = REGISTERS >= 32 ? 8 : 4 };
@@ -65,54 +92,55 @@ INLINE void map_out(const float *w, int64_t rows, const float *x, int64_t cols, 
     for (; i < rows; i++) dot_rows(1, w + i * cols, x, cols, out + i);
 }
 
-/* Heads first..first + G - 1 of a token, with a running maximum over the rows. */
-INLINE void attend(const int G, const k3_attention *job, int64_t token, int64_t first) {
-    const int64_t rank = job->rank, width = rank + job->ext, seen = job->cached - job->tokens + token + 1;
-    float q[K3_ATTENTION_HEADS * K3_ATTENTION_WIDTH], mixed[K3_ATTENTION_HEADS * K3_ATTENTION_WIDTH];
-    float weights[K3_ATTENTION_HEADS * ATTENTION_ROWS], largest[K3_ATTENTION_HEADS], total[K3_ATTENTION_HEADS];
-    for (int g = 0; g < G; g++) {
-        const float *own = job->q + (token * job->heads + first + g) * (job->nope + job->ext);
-        map_in(own, job->nope, job->maps + (first + g) * (job->nope + job->value) * rank, rank, q + g * width);
-        memcpy(q + g * width + rank, own + job->nope, (size_t)job->ext * sizeof(float));
-        for (int64_t i = 0; i < width; i++) q[g * width + i] *= (float)job->scale;
-        memset(mixed + g * K3_ATTENTION_WIDTH, 0, (size_t)rank * sizeof(float));
-        largest[g] = -INFINITY;
-        total[g] = 0;
+static void attention_query(const k3_attention_token *t, int64_t head) {
+    const k3_attention *job = t->job;
+    const int64_t rank = job->rank, width = rank + job->ext;
+    const float *own = job->q + (t->token * job->heads + head) * (job->nope + job->ext);
+    float *q = t->q + head * width;
+    map_in(own, job->nope, job->maps + head * (job->nope + job->value) * rank, rank, q);
+    memcpy(q + rank, own + job->nope, (size_t)job->ext * sizeof(float));
+    for (int64_t i = 0; i < width; i++) q[i] *= (float)job->scale;
+}
+
+static void attention_chunk(const k3_attention_token *t, int64_t chunk) {
+    const int64_t heads = t->job->heads, rank = t->job->rank, width = rank + t->job->ext;
+    const int64_t first = chunk * t->chunk, last = first + t->chunk < t->seen ? first + t->chunk : t->seen;
+    float *mixed = t->mixed + chunk * heads * rank, *largest = t->largest + chunk * heads, *total = t->total + chunk * heads;
+    memset(mixed, 0, (size_t)(heads * rank) * sizeof(float));
+    for (int64_t h = 0; h < heads; h++) {
+        largest[h] = -INFINITY;
+        total[h] = 0;
     }
-    for (int64_t s0 = 0; s0 < seen; s0 += ATTENTION_ROWS) {
-        const float *rows = job->rows + s0 * width;
-        const int64_t count = seen - s0 < ATTENTION_ROWS ? seen - s0 : ATTENTION_ROWS;
-        float kept[K3_ATTENTION_HEADS];
-        int64_t s = 0;
-        for (; s + 2 <= count; s += 2) scores_of(G, 2, rows + s * width, q, width, weights + s);
-        if (s < count) scores_of(G, 1, rows + s * width, q, width, weights + s);
-        for (int g = 0; g < G; g++) {
-            float *own = weights + g * ATTENTION_ROWS, before = largest[g];
-            for (int64_t i = 0; i < count; i++) largest[g] = own[i] > largest[g] ? own[i] : largest[g];
-            kept[g] = exp_one(clamp_exponent(before - largest[g]));
-            total[g] *= kept[g];
-            for (int64_t i = 0; i < count; i++) total[g] += own[i] = exp_one(clamp_exponent(own[i] - largest[g]));
-        }
-        int64_t i = 0;
-        for (; i + 2 * VL <= rank; i += 2 * VL) mix_rows(G, 2, rows + i, count, width, weights, kept, mixed + i);
-        for (; i < rank; i += VL) mix_rows(G, 1, rows + i, count, width, weights, kept, mixed + i);
-    }
-    for (int g = 0; g < G; g++) {
-        const float *map = job->maps + ((first + g) * (job->nope + job->value) + job->nope) * rank;
-        float *out = job->out + (token * job->heads + first + g) * job->value;
-        map_out(map, job->value, mixed + g * K3_ATTENTION_WIDTH, rank, out);
-        for (int64_t i = 0; i < job->value; i++) out[i] /= total[g];
+    for (int64_t s = first; s < last; s += ATTENTION_ROWS) {
+        const float *rows = t->job->rows + s * width;
+        const int64_t count = last - s < ATTENTION_ROWS ? last - s : ATTENTION_ROWS;
+        int64_t h = 0;
+        for (; h + HEADS <= heads; h += HEADS)
+            attend_rows(HEADS, rows, count, width, rank, t->q + h * width, mixed + h * rank, largest + h, total + h);
+        for (; h < heads; h++)
+            attend_rows(1, rows, count, width, rank, t->q + h * width, mixed + h * rank, largest + h, total + h);
     }
 }
 
-static void attention(const k3_attention *job, int64_t item) {
-    const int64_t groups = (job->heads + K3_ATTENTION_HEADS - 1) / K3_ATTENTION_HEADS, token = item / groups;
-    int64_t first = item % groups * K3_ATTENTION_HEADS;
-    if (first + K3_ATTENTION_HEADS <= job->heads) {
-        attend(K3_ATTENTION_HEADS, job, token, first);
-        return;
+static void attention_result(const k3_attention_token *t, int64_t head) {
+    const k3_attention *job = t->job;
+    const int64_t heads = job->heads, rank = job->rank;
+    float mixed[K3_ATTENTION_WIDTH], largest = -INFINITY, total = 0;
+    for (int64_t c = 0; c < t->chunks; c++) {
+        const float own = t->largest[c * heads + head];
+        largest = own > largest ? own : largest;
     }
-    for (; first < job->heads; first++) attend(1, job, token, first);
+    memset(mixed, 0, sizeof mixed);
+    for (int64_t c = 0; c < t->chunks; c++) {
+        const float weight = exp_one(clamp_exponent(t->largest[c * heads + head] - largest));
+        const float *part = t->mixed + (c * heads + head) * rank;
+        total += weight * t->total[c * heads + head];
+        for (int64_t i = 0; i < rank; i += VL)
+            v_store(mixed + i, v_fma(v_all(weight), v_load(part + i), v_load(mixed + i)));
+    }
+    float *out = job->out + (t->token * heads + head) * job->value;
+    map_out(job->maps + (head * (job->nope + job->value) + job->nope) * rank, job->value, mixed, rank, out);
+    for (int64_t i = 0; i < job->value; i++) out[i] /= total;
 }
 
 /* out = a sigmoid(b) */

@@ -67,7 +67,17 @@ typedef struct {
     float *out;        /* [tokens, heads, value] */
     double scale;
 } k3_attention;
-enum { K3_ATTENTION_WIDTH = 1024, K3_ATTENTION_HEADS = 4 }; /* rank + ext at most; heads of an item of work */
+enum { K3_ATTENTION_WIDTH = 1024, K3_ATTENTION_CHUNKS = 64 }; /* rank + ext at most; pieces of the cache at most */
+
+/* One token of it. The cache is cut into chunks, which are the items of work between the maps: all heads go through one. */
+typedef struct {
+    const k3_attention *job;
+    int64_t token, seen, chunk, chunks; /* rows that it sees; rows of a chunk */
+    float *q;       /* [heads, rank + ext] queries in the space of the cache, scaled */
+    float *mixed;   /* [chunks, heads, rank] rows of a chunk, added with weights exp(score - largest) */
+    float *largest; /* [chunks, heads] */
+    float *total;   /* [chunks, heads] of the weights */
+} k3_attention_token;
 
 /* The depth mix of a token, model specification 2.2: out = the sources averaged by the softmax of their scores, which are
  * source . (norm * query) / sqrt(mean(source^2) + eps). Every array C-contiguous, width a multiple of 16. */
@@ -145,7 +155,9 @@ typedef struct {
     /* the exclusive or of the bytes, some in words: work that is nothing but reading */
     uint64_t (*read_all)(const uint8_t *p, int64_t bytes);
     void (*kda_head)(const k3_kda *job, int64_t head);
-    void (*attention)(const k3_attention *job, int64_t item); /* item: token, then K3_ATTENTION_HEADS heads */
+    void (*attention_query)(const k3_attention_token *token, int64_t head);
+    void (*attention_chunk)(const k3_attention_token *token, int64_t chunk);
+    void (*attention_result)(const k3_attention_token *token, int64_t head);
     void (*depth_mix)(const k3_depth_mix *job, int64_t token);
     void (*norm)(const k3_norm *job, int64_t token);
     void (*gate)(const k3_pairs *job);

@@ -394,7 +394,7 @@ static uint64_t read_all(const uint8_t *p, int64_t bytes) {
 
 #define PROVIDED                                                                                                   \
     (TILE_ROWS * K3_DEPTH + K3_TOKENS * TILE_ROWS * LANES) * (int64_t)sizeof(float), pack, position, tile, situ,   \
-        read_all, kda_head, attention, depth_mix, norm, gate, route
+        read_all, kda_head, attention_query, attention_chunk, attention_result, depth_mix, norm, gate, route
 
 const k3_isa ISA_SYMBOL = {ISA_NAME, PROVIDED, NULL, NULL, NULL};
 

@@ -3,6 +3,7 @@
  * k3mlx/kernels/cpu_queue.py makes the sequences; the arithmetic is in api.c, kda_head.h, attention.h and depth_mix.h. */
 #include "k3cpu.h"
 
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -17,10 +18,22 @@ static void kda_item(void *context, int64_t head, int thread) {
     item->isa->kda_head(item->job, head);
 }
 
-static void attention_item(void *context, int64_t heads, int thread) {
+static void query_item(void *context, int64_t head, int thread) {
     const part_job *item = context;
     (void)thread;
-    item->isa->attention(item->job, heads);
+    item->isa->attention_query(item->job, head);
+}
+
+static void chunk_item(void *context, int64_t chunk, int thread) {
+    const part_job *item = context;
+    (void)thread;
+    item->isa->attention_chunk(item->job, chunk);
+}
+
+static void result_item(void *context, int64_t head, int thread) {
+    const part_job *item = context;
+    (void)thread;
+    item->isa->attention_result(item->job, head);
 }
 
 static void mix_item(void *context, int64_t token, int thread) {
@@ -49,9 +62,28 @@ static int for_each(const k3_isa *isa, int threads, k3_work work, const void *jo
     return 0;
 }
 
+/* Token by token. How the cache is cut depends on its length alone, so that bits depend neither on threads nor on how many
+ * tokens come together. */
 static int attend(const k3_isa *isa, int threads, const k3_attention *job) {
-    const int64_t groups = (job->heads + K3_ATTENTION_HEADS - 1) / K3_ATTENTION_HEADS;
-    return for_each(isa, threads, attention_item, job, job->tokens * groups);
+    enum { ROWS = 128 }; /* of a chunk at least */
+    const int64_t heads = job->heads, least = (job->cached + K3_ATTENTION_CHUNKS - 1) / K3_ATTENTION_CHUNKS;
+    const int64_t most = least <= ROWS ? (job->cached + ROWS - 1) / ROWS : K3_ATTENTION_CHUNKS;
+    const int64_t queries = heads * (job->rank + job->ext), mixed = most * heads * job->rank, numbers = most * heads;
+    float *room = malloc((size_t)(queries + mixed + 2 * numbers) * sizeof(float));
+    if (!room) return -1;
+    for (int64_t token = 0; token < job->tokens; token++) {
+        k3_attention_token t = {.job = job, .token = token, .seen = job->cached - job->tokens + token + 1, .q = room};
+        t.chunk = ((t.seen + K3_ATTENTION_CHUNKS - 1) / K3_ATTENTION_CHUNKS + ROWS - 1) / ROWS * ROWS;
+        t.chunks = (t.seen + t.chunk - 1) / t.chunk;
+        t.mixed = t.q + queries;
+        t.largest = t.mixed + mixed;
+        t.total = t.largest + numbers;
+        for_each(isa, threads, query_item, &t, heads);
+        for_each(isa, threads, chunk_item, &t, t.chunks);
+        for_each(isa, threads, result_item, &t, heads);
+    }
+    free(room);
+    return 0;
 }
 
 static int gate(const k3_isa *isa, const k3_pairs *job) {

@@ -123,6 +123,6 @@ def _step(engine: Engine, state: Any) -> tuple[list[float], Any]:
     def before_layer(layer: int) -> None:
         marks.append(clock.seconds.get("attention", 0.0))
 
-    _, after = engine.backend.forward([1], state, False, Hooks(before_layer=before_layer, clock=clock))
+    _, after = engine.backend.forward([1], state, False, Hooks(before_layer, clock=clock, settled=True))
     marks.append(clock.seconds.get("attention", 0.0))
     return [end - start for start, end in pairwise(marks)], after

@@ -34,7 +34,8 @@ class Hooks:
     `before_layer(layer)` may raise to abandon the pass; `probe(stage, array)` sees every named
     intermediate, e.g. `layers.3.attention`; where `inject` has a stage, its value takes the place of the
     computed one (after `probe` has seen that). `clock` is told which part is running. `fed` are the ids
-    before this pass, for a note of them should the process have to end.
+    before this pass, for a note of them should the process have to end. `settled`: a layer has been computed when
+    `before_layer` is called for the next, which numpy's parts may otherwise leave for later.
     """
 
     before_layer: Callable[[int], None] = lambda layer: None
@@ -42,6 +43,7 @@ class Hooks:
     inject: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
     fed: Sequence[int] = ()
+    settled: bool = False
 
     @property
     def watched(self) -> bool:
@@ -166,7 +168,7 @@ class ReferenceModel:
             hooks.before_layer(layer)
             residual, new = self._layer(layer, residual, old, hooks)
             after.append(new)
-            if self.passing:
+            if self.passing or hooks.settled:
                 self.parts.settle()
         logits = self._head(residual, all_logits, hooks)
         return (logits if all_logits else logits[-1]), State(tuple(after), state.length + len(ids))
