@@ -133,7 +133,7 @@ class NumpyBackend:
         self._formats["experts"] = "mxfp4" if checkpoint.mxfp4 else dtype
         self._kernels = dict.fromkeys(self._formats, "numpy")
         if dense is not None:
-            self._kernels |= dict.fromkeys(stored, dense.describe())
+            self._kernels |= dict.fromkeys([*stored, "attn_res_mix"], dense.describe())
         self._kernels["experts"] = experts.kernel
         self._experts, self._dense = experts, dense
         self._calls: Counter[str] = Counter()

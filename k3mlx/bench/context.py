@@ -25,6 +25,7 @@ from .result import Figure
 
 KINDS = ("kda", "mla")
 LONGEST = 1 << 20  # tokens that sizes are computed for
+WARM_UP = 3  # rounds: they read experts, and their states grow
 
 
 @dataclass(frozen=True)
@@ -39,22 +40,23 @@ class Line:
 def measure_context(engine: Engine, lengths: Sequence[int], repeats: int) -> dict[str, Figure]:
     """Milliseconds of attention in one layer of each kind (their mean where there are more), at each length.
 
-    A pass to warm up, then the lengths in turn, `repeats` rounds, so that a busy moment hits all of them alike.
+    WARM_UP rounds that do not count, then `repeats`, each with all lengths in turn, so that a busy moment hits all of
+    them alike.
     On MLX a layer's attention is evaluated with its router and with what the layer before has left undone.
     Raises UsageError for a length that the model does not have.
     """
-    most = engine.config.max_position_embeddings - repeats - 2
+    most = engine.config.max_position_embeddings - repeats - WARM_UP - 1
     if wrong := [length for length in lengths if not 0 < length <= most]:
         raise UsageError(f"context of {wrong[0]} tokens, expected 1 to {most}")
     backend = engine.backend
-    states = {length: _step(engine, _made_up(engine, length))[1] for length in sorted(set(lengths))}
+    states = {length: _made_up(engine, length) for length in sorted(set(lengths))}
     times: dict[tuple[str, int], list[float]] = {}
-    for _ in range(repeats):
+    for turn in range(-WARM_UP, repeats):
         for length in states:
             seconds, states[length] = _step(engine, states[length])
             for kind in KINDS:
                 mine = [s for s, k in zip(seconds, backend.config.layer_kinds, strict=True) if k == kind]
-                if mine:
+                if mine and turn >= 0:
                     times.setdefault((kind, length), []).append(1e3 * sum(mine) / len(mine))
     return {context_name(kind, n): Figure("ms/layer", tuple(values)) for (kind, n), values in times.items()}
 

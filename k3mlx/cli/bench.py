@@ -184,6 +184,8 @@ def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if args.streaming is not None:
         parts = args.streaming or ("rate", "decode")
         bench.streaming(args.model, engine_arguments(args), parts, args.num_trials, args.prompt_tokens)
+    if args.context and args.warm_start == "auto":
+        args.warm_start = "off"  # experts read in the background would disturb the first rounds
     if _is_whole(args) or args.context:
         with open_engine(args, text=args.text is not None) as engine:
             bench.engine(engine)

@@ -8,6 +8,7 @@ import pytest
 
 import k3mlx
 from k3mlx.bench.context import (
+    WARM_UP,
     context_points,
     lengths_beyond,
     line_through,
@@ -37,7 +38,7 @@ def test_a_step_is_taken_after_so_many_tokens(byte_model, backend, monkeypatch):
 
         monkeypatch.setattr(engine.backend, "forward", forward)
         figures = measure_context(engine, [64, 7, 7], 2)
-    assert lengths == [7, 64, 8, 65, 9, 66]  # the first of each warms up
+    assert lengths == [base + turn for turn in range(WARM_UP + 2) for base in (7, 64)]
     assert figures.keys() == {f"context_{kind}_{n}" for kind in ("kda", "mla") for n in (7, 64)}
     for figure in figures.values():
         assert len(figure.values) == 2
@@ -59,8 +60,9 @@ def test_time_is_that_of_the_layers_of_the_kind(byte_model, monkeypatch):
 
 
 def test_a_length_that_the_model_does_not_have_is_refused(engine):
-    for wrong in (0, 496):
-        with pytest.raises(UsageError, match=rf"context of {wrong} tokens, expected 1 to 495"):
+    most = 500 - 3 - WARM_UP - 1
+    for wrong in (0, most + 1):
+        with pytest.raises(UsageError, match=rf"context of {wrong} tokens, expected 1 to {most}"):
             measure_context(engine, [3, wrong], 3)
 
 
