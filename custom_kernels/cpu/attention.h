@@ -67,7 +67,6 @@ INLINE void attend_rows(const int G, const float *rows, int64_t count, int64_t w
         for (int64_t r = count; r < ATTENTION_ROWS; r++) own[r] = -INFINITY;
         for (int r = 0; r < ATTENTION_ROWS; r++) new = own[r] > new ? own[r] : new;
         for (int r = 0; r < ATTENTION_ROWS; r++) own[r] = exp_one(clamp_exponent(own[r] - new));
-        for (int64_t r = count; r < ATTENTION_ROWS; r++) own[r] = 0;
         vf sum = v_load(own);
         for (int r = VL; r < ATTENTION_ROWS; r += VL) sum = v_add(sum, v_load(own + r));
         kept[g] = exp_one(clamp_exponent(before - new));

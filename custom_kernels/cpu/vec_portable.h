@@ -2,7 +2,7 @@
  * added, which is the one difference in arithmetic from the other instruction sets. */
 #define ISA_SYMBOL k3_isa_portable
 #define ISA_NAME "portable"
-enum { VL = 4, ACCUMULATORS = 1, MR = 2, NT = 4, UNIT = 32, FEW = 4, FEW_TOKENS = 16, REORDERS = 0, REGISTERS = 16 };
+enum { VL = 4, ACCUMULATORS = 4, MR = 2, NT = 4, UNIT = 32, FEW = 4, FEW_TOKENS = 16, REORDERS = 0, REGISTERS = 16 };
 #define FEW_ROWS(tokens) 2
 typedef float vf __attribute__((vector_size(16)));
 typedef int vtable; /* codes are computed, not looked up */

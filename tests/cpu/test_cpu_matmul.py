@@ -114,10 +114,19 @@ def test_a_single_token_of_uneven_activations(kernels, rng, name):
             spread(rng, 1, cols),
             np.zeros((1, cols)),
             1e-30 * spread(rng, 1, cols),
+            1e-32 * spread(rng, 1, cols),
             below_two,
             -below_two,
         ):
             check(kernels, matrix, weight, x.astype(np.float32), f"{name}, uneven")
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4-128-h", "int8-64-b", "bf16"])
+def test_the_longest_rows_of_the_model(kernels, rng, name):
+    """33,792 columns, those of the dense MLP's down projection, for each way in which tokens are computed."""
+    matrix, weight = make(rng, name, 6, 33792)
+    for tokens in (1, 3, 18):
+        check(kernels, matrix, weight, rng.standard_normal((tokens, 33792)).astype(np.float32), name)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "int4-64-f"])

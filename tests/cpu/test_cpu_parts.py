@@ -1,5 +1,7 @@
 """The parts of a layer that the CPU kernels compute, against the reference in float64."""
 
+from time import perf_counter
+
 import numpy as np
 import pytest
 
@@ -92,14 +94,18 @@ def test_kda_step_leaves_watched_passes_and_odd_widths_to_the_reference(kernels,
         (16, 3, 32, 48, 96, 16, 16),
         (1, 1, 16, 16, 1008, 8, 100),
         (17, 2, 8, 16, 32, 8, 40),
+        (2, 3, 8, 16, 16, 4, 300),
+        (1, 2, 8, 16, 16, 4, 9000),
         (2, 2, 8, 4, 20, 8, 9),
     ],
 )
 @pytest.mark.parametrize("spread", [0.1, 30.0])
 def test_attention_is_the_references(kernels, rng, tokens, heads, nope, ext, rank, value, cached, spread):
-    """With scores near one another and with one that takes all; widths that C leaves to the reference as well."""
+    """With scores near one another and with one that takes all; one chunk of the cache, several, and larger ones; widths
+    that C leaves to the reference as well."""
     shapes = (tokens, heads, nope + ext), (cached, rank + ext), (heads * (nope + value), rank)
     q, rows, maps = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    rows[cached // 9] *= spread
     scale = spread / np.sqrt(nope + ext) / np.sqrt(rank)
     parts = CpuParts(kernels)
     (got,) = settled(parts, parts.attend(q, rows, maps, nope, rank, scale))
@@ -109,18 +115,19 @@ def test_attention_is_the_references(kernels, rng, tokens, heads, nope, ext, ran
     assert np.abs(got - exact).max() <= 2e-6 * max(1, spread) * np.abs(exact).max()
 
 
-def test_attention_bits_do_not_depend_on_threads_nor_on_pieces(isa, rng):
+@pytest.mark.parametrize("before", [41, 8187])  # chunks grow beyond 8192 rows
+def test_attention_bits_do_not_depend_on_threads_nor_on_pieces(isa, rng, before):
     heads, nope, ext, rank = 6, 16, 16, 64
     q, rows, maps = (
         rng.standard_normal(shape).astype(np.float32)
-        for shape in ((9, heads, nope + ext), (50, rank + ext), (heads * 32, rank))
+        for shape in ((9, heads, nope + ext), (before + 9, rank + ext), (heads * 32, rank))
     )
     first = CpuParts(load_cpu_kernels(isa, threads=1))
     (whole,) = settled(first, first.attend(q, rows, maps, nope, rank, 0.1))
     for threads, size in ((2, 9), (3, 4), (8, 1)):
         parts = CpuParts(load_cpu_kernels(isa, threads))
         pieces = [
-            parts.attend(q[t : t + size], rows[: 41 + min(9, t + size)], maps, nope, rank, 0.1)
+            parts.attend(q[t : t + size], rows[: before + min(9, t + size)], maps, nope, rank, 0.1)
             for t in range(0, 9, size)
         ]
         assert np.array_equal(np.concatenate(settled(parts, *pieces)), whole)
@@ -221,10 +228,13 @@ def test_a_queues_time_goes_to_the_part_that_asked(kernels, rng):
             rng.standard_normal((1, 1 << 16)).astype(np.float32), np.ones(1 << 16, np.float32), 1e-5
         )
     clock.enter("head")
+    started = perf_counter()
     parts.settle()
+    whole = perf_counter() - started
     assert set(moved) == {"attention", "mlp"}
     assert min(moved.values()) > 0
     assert sum(moved.values()) == pytest.approx(kernels.spent.seconds - before)
+    assert sum(moved.values()) <= whole
 
 
 @pytest.mark.parametrize(("tokens", "sources", "width"), [(1, 2, 7168), (3, 9, 96), (2, 64, 16), (1, 3, 20)])
