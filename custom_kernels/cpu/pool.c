@@ -12,7 +12,7 @@
 #endif
 
 enum { SPINS = 1000 };        /* some 10 us: bridges the gap between two phases of one call */
-enum { RUN = 4, SHARES = 4 }; /* a run is at most RUN items, and of what is left one of SHARES parts a thread at most */
+enum { RUN = 16, SHARES = 2 }; /* a run is at most RUN items, and of what is left one of SHARES parts a thread at most */
 
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER; /* held by the caller that uses the pool */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards everything below that is not atomic */
