@@ -1,6 +1,7 @@
 """Which part of the work the time went to. Owns the stopwatches; the report is in `engine.py`."""
 
 import time
+from collections.abc import Sequence
 
 
 class Stopwatch:
@@ -42,11 +43,12 @@ class Clock:
         """The part entered last."""
         return self._part
 
-    def move(self, part: str, seconds: float) -> None:
-        """So much of the time since the last `enter` belongs to another part."""
-        if part != self._part:
-            self.seconds[part] = self.seconds.get(part, 0.0) + seconds
-            self._since += seconds
+    def move(self, parts: Sequence[str], seconds: Sequence[float]) -> None:
+        """So much of the time since the last `enter` belongs to other parts."""
+        for part, took in zip(parts, seconds, strict=True):
+            if part != self._part:
+                self.seconds[part] = self.seconds.get(part, 0.0) + took
+                self._since += took
 
     def pause(self) -> None:
         """Stop counting."""

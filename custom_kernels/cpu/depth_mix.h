@@ -28,11 +28,12 @@ static void depth_mix(const k3_depth_mix *job, int64_t token) {
 }
 
 static void norm(const k3_norm *job, int64_t token) {
-    const float *x = job->x + token * job->x_stride;
-    float *out = job->out + token * job->width;
+    const float *x = job->x + token * (job->width + job->rest);
+    float *out = job->out + token * (job->width + job->rest);
     vf square = v_zero();
     for (int64_t i = 0; i < job->width; i += VL) square = v_fma(v_load(x + i), v_load(x + i), square);
     const vf factor = v_all(1.0f / sqrtf(v_sum(square) / (float)job->width + (float)job->eps));
     for (int64_t i = 0; i < job->width; i += VL)
         v_store(out + i, v_fma(v_fma(v_load(x + i), factor, v_zero()), v_load(job->weight + i), v_zero()));
+    memcpy(out + job->width, x + job->width, (size_t)job->rest * sizeof(float));
 }

@@ -90,15 +90,16 @@ typedef struct {
 } k3_depth_mix;
 enum { K3_SOURCES = 64 };
 
-/* out = weight * x / sqrt(mean(x^2) + eps) for each token: x [tokens, width] with a stride in floats, out C-contiguous. */
+/* For each token weight * x / sqrt(mean(x^2) + eps) of the first `width` of width + rest columns, and the rest as it is: x
+ * and out [tokens, width + rest] C-contiguous. */
 typedef struct {
-    int64_t tokens, width, x_stride; /* width: a multiple of 16 */
+    int64_t tokens, width, rest; /* width: a multiple of 16 */
     const float *x, *weight;
     float *out;
     double eps;
 } k3_norm;
 
-/* out = a + b, or a sigmoid(b); out may be one of them. */
+/* out = a + b, a sigmoid(b), or a; out may be one of them. */
 typedef struct {
     int64_t count;
     const float *a, *b;
@@ -136,7 +137,7 @@ typedef struct {
 } k3_experts;
 
 /* The jobs of a sequence (sequence.c). Their records consist of members of eight bytes. */
-enum k3_kind { K3_DO_PRODUCTS, K3_DO_EXPERTS, K3_DO_KDA, K3_DO_ATTENTION, K3_DO_DEPTH_MIX, K3_DO_NORM, K3_DO_SUM, K3_DO_GATE, K3_DO_ROUTE, K3_KINDS };
+enum k3_kind { K3_DO_PRODUCTS, K3_DO_EXPERTS, K3_DO_KDA, K3_DO_ATTENTION, K3_DO_DEPTH_MIX, K3_DO_NORM, K3_DO_SUM, K3_DO_GATE, K3_DO_ROUTE, K3_DO_COPY, K3_KINDS };
 
 /* What one instruction set provides. */
 typedef struct {

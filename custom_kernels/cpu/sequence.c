@@ -91,6 +91,11 @@ static int gate(const k3_isa *isa, const k3_pairs *job) {
     return 0;
 }
 
+static int copy(const k3_pairs *job) {
+    memcpy(job->out, job->a, (size_t)job->count * sizeof(float));
+    return 0;
+}
+
 static int sum(const k3_pairs *job) {
     for (int64_t i = 0; i < job->count; i++) job->out[i] = job->a[i] + job->b[i];
     return 0;
@@ -125,6 +130,7 @@ static int run(const k3_isa *isa, int threads, int64_t kind, const void *job) {
         case K3_DO_SUM: return sum(job);
         case K3_DO_GATE: return gate(isa, job);
         case K3_DO_ROUTE: return for_each(isa, threads, route_item, job, ((const k3_route *)job)->tokens);
+        case K3_DO_COPY: return copy(job);
         default: return -1;
     }
 }
@@ -156,6 +162,7 @@ K3_EXPORT int k3_job_size(int kind) {
         [K3_DO_DEPTH_MIX] = sizeof(k3_depth_mix), [K3_DO_NORM] = sizeof(k3_norm),
         [K3_DO_SUM] = sizeof(k3_pairs),           [K3_DO_GATE] = sizeof(k3_pairs),
         [K3_DO_ROUTE] = sizeof(k3_route),
+        [K3_DO_COPY] = sizeof(k3_pairs),
     };
     return kind >= 0 && kind < K3_KINDS ? sizes[kind] : 0;
 }

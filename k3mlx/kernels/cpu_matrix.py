@@ -117,8 +117,10 @@ class ExpertRecords:
     """An expert's w1 gate [F, L], w2 down [L, F] and w3 up [F, L], checked and described once for many calls."""
 
     matrices: tuple[Matrix, Matrix, Matrix]
-    words: NDArray[np.uint64]  # [1, 3, words of a RECORD]
-    alike: tuple[Any, ...]  # shapes and formats: what experts of one call have in common
+    records: bytes  # of the matrices
+    alike: tuple[
+        Any, ...
+    ]  # shapes and formats: what experts of one call have in common; equal ones are one object
 
     @classmethod
     def of(cls, expert: Any) -> ExpertRecords:
@@ -128,24 +130,31 @@ class ExpertRecords:
             raise UsageError(f"w1 {w1.shape}, w2 {w2.shape}, w3 {w3.shape}; expected [F, L], [L, F], [F, L]")
         records = np.concatenate([matrix.record for matrix in matrices])
         alike = tuple((matrix.shape, matrix.kind) for matrix in matrices)
-        return cls(matrices, records.view(np.uint64).reshape(1, 3, -1), alike)
+        return cls(matrices, records.tobytes(), _ALIKE.setdefault(alike, alike))
+
+    @cached_property
+    def has_mxfp4(self) -> bool:
+        """Whether one of the matrices is MXFP4."""
+        return any(matrix.is_mxfp4 for matrix in self.matrices)
 
 
-def stack_experts(experts: Sequence[ExpertRecords], latent: int) -> NDArray:
-    """The words [experts, 3, any] of their records for the C code, after checking that they are alike.
+_ALIKE: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+def stack_experts(experts: Sequence[ExpertRecords], latent: int) -> NDArray[np.uint8]:
+    """Their records [experts, bytes of three] for the C code, after checking that they are alike.
 
     `latent` is the width of their input and output. Raises UsageError.
     """
-    first = experts[0].matrices[0].shape
-    if first[1] != latent:
-        raise UsageError(f"w1 is {first} for inputs of {latent}; expected [F, L] with L = {latent}")
+    first, shape = experts[0].alike, experts[0].matrices[0].shape
+    if shape[1] != latent:
+        raise UsageError(f"w1 is {shape} for inputs of {latent}; expected [F, L] with L = {latent}")
     for expert in experts:
-        if expert.alike != experts[0].alike:
+        if expert.alike is not first:
             raise UsageError(
-                f"experts of one call differ: {expert.alike} and {experts[0].alike}; expected the shapes and formats of"
-                " expert 0"
+                f"experts of one call differ: {expert.alike} and {first}; expected the shapes and formats of expert 0"
             )
-    return np.concatenate([expert.words for expert in experts])
+    return np.frombuffer(b"".join([expert.records for expert in experts]), np.uint8).reshape(len(experts), -1)
 
 
 def _matrices(expert: Any) -> tuple[Matrix, Matrix, Matrix]:

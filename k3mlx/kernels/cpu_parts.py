@@ -19,7 +19,7 @@ from k3mlx.stages import Probe, no_probe
 
 from .cpu import MANY, CpuKernels
 from .cpu_linear import Linear
-from .cpu_matrix import ExpertRecords
+from .cpu_matrix import ExpertRecords, stack_experts
 from .cpu_queue import Kind, Later, Queue, bits
 
 F32 = NDArray[np.float32]
@@ -109,40 +109,63 @@ class CpuParts(Parts):
         """`reference.ops.rms_norm` of rows x [T, D], for widths that are a multiple of LANES."""
         if len(x.shape) != 2 or x.shape[1] % LANES:
             return super().rms_norm(_now(x), weight, eps)
-        queue, out = self.queue, self.queue.later(x.shape)
-        queue.add(Kind.NORM, *x.shape, x.shape[1], queue.at(x), queue.at(weight), queue.at(out), bits(eps))
+        return self._norm(x, weight, eps)
+
+    def latent_rows(self, kv: Any, weight: F32, eps: float) -> Any:
+        """`reference.model.Parts.latent_rows`, for ranks that are a multiple of LANES."""
+        if len(weight) % LANES:
+            return super().latent_rows(_now(kv), weight, eps)
+        return self._norm(kv, weight, eps)
+
+    def _norm(self, x: Any, weight: F32, eps: float) -> Any:
+        """The first columns of x [T, any], as many as there are weights, normalised; the others as they are."""
+        queue, out, (tokens, width) = self.queue, self.queue.later(x.shape), x.shape
+        arrays = queue.at(x), queue.at(weight), queue.at(out)
+        queue.add(Kind.NORM, tokens, len(weight), width - len(weight), *arrays, bits(eps))
         return self._given(out)
+
+    def fill(self, room: F32, rows: Any) -> None:
+        """room[...] = rows, of the same shape; room is C-contiguous."""
+        if isinstance(rows, Later):
+            at = self.queue.at(rows)
+            self.queue.add(Kind.COPY, room.size, at, at, self.queue.keep(room))
+        else:
+            super().fill(room, rows)
 
     def products(self, x: Any, weights: Sequence[Any]) -> list[Any]:
         """`reference.ops.products`: x w^T for each of several weights, those kept as stored in one call."""
-        if not all(isinstance(w, Linear) for w in weights):
-            return super().products(_now(x), weights)
-        matrices = [w.matrix for w in weights]
+        matrices = []
+        for w in weights:
+            if not isinstance(w, Linear):
+                return super().products(_now(x), weights)
+            matrices.append(w.matrix)
         fits = len(x.shape) == 2 and 0 < len(x) <= FEW_TOKENS and len(matrices) <= MANY
-        if not fits or any(m.shape[1] != x.shape[1] or m.is_mxfp4 for m in matrices):
+        for matrix in matrices:
+            fits = fits and matrix.shape[1] == x.shape[1] and not matrix.is_mxfp4
+        if not fits:
             return self.kernels.products(
                 _now(x), matrices
             )  # which refuses, and looks at the results of MXFP4
         queue, tokens = self.queue, len(x)
-        outs = [queue.later((tokens, matrix.shape[0])) for matrix in matrices]
+        outs: list[Any] = [queue.later((tokens, matrix.shape[0])) for matrix in matrices]
         records = [matrix.address for matrix in matrices]
         queue.kept += matrices
         queue.add(Kind.PRODUCTS, len(matrices), tokens, queue.at(x), *records, *map(queue.at, outs))
-        return list(outs)
+        return outs
 
     def situ_mlp(
         self, x: Any, gate: Any, up: Any, down: Any, beta: float, linear_beta: float, probe: Probe = no_probe
     ) -> Any:
         """`reference.ops.situ_mlp`, in one call for weights kept as stored, unless somebody looks at its stages."""
-        stored = all(isinstance(w, Linear) for w in (gate, up, down))
+        stored = isinstance(gate, Linear) and isinstance(up, Linear) and isinstance(down, Linear)
         if probe is not no_probe or not stored or gate.matrix.kind != up.matrix.kind:
             return super().situ_mlp(_now(x), gate, up, down, beta, linear_beta, probe)
         mlp = self._mlps.get(gate)
         if mlp is None:
             mlp = self._mlps[gate] = ExpertRecords.of((gate.matrix, down.matrix, up.matrix))
-        if not 0 < len(x) <= FEW_TOKENS or any(matrix.is_mxfp4 for matrix in mlp.matrices):
+        if not 0 < len(x) <= FEW_TOKENS or mlp.has_mxfp4:
             return self.kernels.situ_mlp(_now(x), mlp, beta, linear_beta)
-        return self.queue.experts(x, mlp.words, _ONE, beta, linear_beta)[0]
+        return self.queue.experts(x, stack_experts([mlp], x.shape[1]), _ONE, beta, linear_beta)[0]
 
     def select_topk(self, logits: Any, bias: F32, k: int, scaling: float) -> tuple[NDArray[np.intp], F32]:
         """`reference.moe.select_topk` of logits [T, E], computed at once."""

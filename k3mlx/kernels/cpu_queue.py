@@ -29,7 +29,7 @@ ALIGN = 16  # floats between their beginnings
 class Kind(IntEnum):
     """enum k3_kind of k3cpu.h."""
 
-    PRODUCTS, EXPERTS, KDA, ATTENTION, DEPTH_MIX, NORM, SUM, GATE, ROUTE = range(9)
+    PRODUCTS, EXPERTS, KDA, ATTENTION, DEPTH_MIX, NORM, SUM, GATE, ROUTE, COPY = range(10)
 
 
 # The members of the jobs' records in k3cpu.h, of eight bytes each. PRODUCTS and DEPTH_MIX end with arrays of pointers.
@@ -40,10 +40,11 @@ FIELDS = {
     " lower_bound eps l2_eps",
     Kind.ATTENTION: "tokens heads nope ext rank value cached q rows maps out scale",
     Kind.DEPTH_MIX: "tokens width count norm query out eps",
-    Kind.NORM: "tokens width x_stride x weight out eps",
+    Kind.NORM: "tokens width rest x weight out eps",
     Kind.SUM: "count a b out",
     Kind.GATE: "count a b out",
     Kind.ROUTE: "tokens experts chosen logits bias ids weights scaling",
+    Kind.COPY: "count a b out",
 }
 
 
@@ -147,9 +148,9 @@ class Queue:
         return out
 
     def experts(
-        self, x: Any, records: NDArray[np.uint64], weights: F32, beta: float, linear_beta: float
+        self, x: Any, records: NDArray[np.uint8], weights: F32, beta: float, linear_beta: float
     ) -> tuple[Later, ctypes.c_int64]:
-        """The gated MLPs `records` [experts, 3, any] (`stack_experts`) of x [T, L] times weights [experts], summed in
+        """The gated MLPs `records` [experts, any] (`stack_experts`) of x [T, L] times weights [experts], summed in
         their order: [T, L], and whether all of it is finite (0 or 1, once the queue has run)."""
         (tokens, width), count = x.shape, len(records)
         out, finite = self.later(x.shape), ctypes.c_int64()
@@ -173,10 +174,10 @@ class Queue:
         del kept
         if status:
             raise MemoryError("no memory for the working buffers of the CPU kernels")
-        self.kernels.spent.seconds += sum(seconds)
+        took = seconds[:]
+        self.kernels.spent.seconds += sum(took)
         if self.clock is not None:
-            for part, took in zip(parts, seconds, strict=True):
-                self.clock.move(part, took)
+            self.clock.move(parts, took)
 
 
 @functools.lru_cache

@@ -104,6 +104,14 @@ class Parts:
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         return rms_norm(x, weight, eps)
 
+    def latent_rows(self, kv: Array, weight: Array, eps: float) -> Array:
+        """Rows of the latent cache: the norm of the first columns of kv [T, r+e], for which there are weights [r]."""
+        rank = len(weight)
+        return np.concatenate([rms_norm(kv[:, :rank], weight, eps), kv[:, rank:]], axis=1)
+
+    def fill(self, room: Array, rows: Array) -> None:
+        room[...] = rows
+
     def products(self, x: Array, weights: Sequence[Array]) -> list[Array]:
         return products(x, weights)
 
@@ -264,9 +272,8 @@ class ReferenceModel:
         q_latent = probe("q_latent", parts.rms_norm(q_latent, w["q_a_layernorm"], config.mla_norm_eps))
         q = parts.product(q_latent, w["q_b_proj"])
         q = probe("q", q.reshape(len(x), heads, config.qk_head_dim))
-        kv = np.asarray(kv)
-        latent = rms_norm(kv[:, :rank], w["kv_a_layernorm"], config.mla_norm_eps)
-        cache = old.append(probe("cache", np.concatenate([latent, kv[:, rank:]], axis=1)))
+        new = probe("cache", parts.latent_rows(kv, w["kv_a_layernorm"], config.mla_norm_eps))
+        cache = old.append(new, parts.fill)
         o = parts.attend(q, cache.rows(), w["kv_b_proj"], nope, rank, config.qk_head_dim**-0.5)
         o, gate = probe("heads", o), probe("gate", gate)
         y = probe("gated", parts.gated(o.reshape(len(x), heads * config.v_head_dim), gate))

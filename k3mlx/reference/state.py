@@ -7,6 +7,7 @@ Source: model specification §2.7 and §5.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,13 +52,14 @@ class LatentCache:
     def rows(self) -> Array:
         return self.buffer.rows[: self.length]
 
-    def append(self, new: Array) -> LatentCache:
+    def append(self, new: Array, fill: Callable[[Array, Array], None] = np.copyto) -> LatentCache:
+        """The cache with rows [T, r+e] behind it, which `fill` puts into the room that it is given for them."""
         buffer, length = self.buffer, self.length + len(new)
         if buffer.used != self.length or length > len(buffer.rows):
             capacity = max(256, length + length // 2)
             buffer = _Rows(np.empty((capacity, new.shape[1]), new.dtype))
             buffer.rows[: self.length] = self.rows()
-        buffer.rows[self.length : length] = new
+        fill(buffer.rows[self.length : length], new)
         buffer.used = length
         return LatentCache(buffer, length)
 

@@ -216,8 +216,9 @@ def test_a_queues_time_goes_to_the_part_that_asked(kernels, rng):
     moved: dict[str, float] = {}
 
     class Noting(Clock):
-        def move(self, part, seconds):
-            moved[part] = moved.get(part, 0) + seconds
+        def move(self, parts, seconds):
+            for part, took in zip(parts, seconds, strict=True):
+                moved[part] = moved.get(part, 0) + took
 
     parts, clock = CpuParts(kernels), Noting()
     parts.begin(clock)
