@@ -17,6 +17,7 @@ from k3mlx.reference.attn_res import attn_res_mix
 from k3mlx.reference.model import Parts
 from k3mlx.reference.moe import select_topk
 from k3mlx.reference.ops import rms_norm, sigmoid, situ_mlp
+from k3mlx.reference.state import LatentCache
 
 from .test_cpu_matmul import make
 
@@ -101,8 +102,8 @@ def test_kda_step_leaves_watched_passes_and_odd_widths_to_the_reference(kernels,
 )
 @pytest.mark.parametrize("spread", [0.1, 30.0])
 def test_attention_is_the_references(kernels, rng, tokens, heads, nope, ext, rank, value, cached, spread):
-    """With scores near one another and with one that takes all; one chunk of the cache, several, and larger ones; widths
-    that C leaves to the reference as well."""
+    """With scores near one another and with one that takes all; one chunk of the cache, several, and larger ones;
+    widths that C leaves to the reference as well."""
     shapes = (tokens, heads, nope + ext), (cached, rank + ext), (heads * (nope + value), rank)
     q, rows, maps = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
     rows[cached // 9] *= spread
@@ -152,6 +153,21 @@ def test_norm_sum_and_gate_are_the_references(kernels, rng, tokens, width):
         (found,) = settled(parts, got)
         assert found.dtype == np.float32
         assert np.abs(found - exact).max() <= 3e-6 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(("tokens", "rank"), [(1, 512), (3, 32), (FEW_TOKENS + 1, 32), (2, 20)])
+def test_rows_of_the_latent_cache(kernels, rng, tokens, rank):
+    """The norm of the first columns and the others as they are, put behind the rows that a cache has."""
+    kv, before = (rng.standard_normal((n, rank + 16)).astype(np.float32) for n in (tokens, 5))
+    weight, parts = rng.standard_normal(rank).astype(np.float32), CpuParts(kernels)
+    old = LatentCache.empty(rank + 16, np.dtype(np.float32)).append(before)
+    cache = old.append(parts.latent_rows(kv, weight, 1e-2), parts.fill)
+    parts.settle()
+    exact = Parts().latent_rows(kv.astype(np.float64), weight, 1e-2)
+    assert np.array_equal(cache.rows()[:5], before)
+    assert np.array_equal(cache.rows()[5:, rank:], kv[:, rank:])
+    assert np.abs(cache.rows()[5:] - exact).max() <= 3e-6 * np.abs(exact).max()
+    assert len(old.rows()) == 5
 
 
 @pytest.mark.parametrize("experts", [8, 896, 1025])
