@@ -72,6 +72,7 @@ class CpuParts(Parts):
         width = rows.shape[1]
         fits = rank % LANES == 0 and width % LANES == 0 and width <= MAX_CACHE_WIDTH
         if tokens > FEW_TOKENS or not fits:
+            self.settle()  # the newest rows
             return super().attend(_now(q), rows, kv_b, nope, rank, scale)
         queue, value = self.queue, kv_b.shape[0] // heads - nope
         out = queue.later((tokens, heads, value))
@@ -93,16 +94,9 @@ class CpuParts(Parts):
         if partial.shape[1] % LANES or count > MAX_SOURCES:
             return super().attn_res_mix([*map(_now, blocks)], _now(partial), norm, query, eps)
         out = queue.later(partial.shape)
-        arrays = map(queue.at, (norm, query, out))
-        queue.add(
-            Kind.DEPTH_MIX,
-            *partial.shape,
-            count,
-            *arrays,
-            bits(eps),
-            *map(queue.at, blocks),
-            queue.at(partial),
-        )
+        *arrays, last = map(queue.at, (norm, query, out, partial))
+        sources = [*map(queue.at, blocks), last]
+        queue.add(Kind.DEPTH_MIX, *partial.shape, count, *arrays, bits(eps), *sources)
         return self._given(out)
 
     def rms_norm(self, x: Any, weight: F32, eps: float) -> Any:
@@ -143,9 +137,7 @@ class CpuParts(Parts):
         for matrix in matrices:
             fits = fits and matrix.shape[1] == x.shape[1] and not matrix.is_mxfp4
         if not fits:
-            return self.kernels.products(
-                _now(x), matrices
-            )  # which refuses, and looks at the results of MXFP4
+            return self.kernels.products(_now(x), matrices)  # looks at the results of MXFP4, and refuses
         queue, tokens = self.queue, len(x)
         outs: list[Any] = [queue.later((tokens, matrix.shape[0])) for matrix in matrices]
         records = [matrix.address for matrix in matrices]

@@ -97,11 +97,8 @@ class Queue:
     def __init__(self, kernels: CpuKernels) -> None:
         self.kernels = kernels
         self.clock: Clock | None = None
-        self._room, self._used, self._base = (
-            np.empty(0, np.float32),
-            0,
-            0,
-        )  # memory for results, and its address
+        self._room = np.empty(0, np.float32)  # memory for results
+        self._used, self._base = 0, 0  # floats of it, and its address
         self.clear()
 
     def clear(self) -> None:

@@ -67,9 +67,8 @@ class Parts:
     """
 
     def __init__(self) -> None:
-        self.stopwatch = (
-            Stopwatch()
-        )  # recurrence and attention; other products are the weights' and the experts'
+        # recurrence and attention; other products are the weights' and the experts'
+        self.stopwatch = Stopwatch()
 
     def begin(self, clock: Clock) -> None:
         """A pass, or a single layer or the head, begins; `clock` is that of the pass."""
@@ -299,9 +298,8 @@ class ReferenceModel:
             config.num_experts_per_token, config.routed_scaling_factor,
         )  # fmt: skip
         ids, scores = probe("ids", ids), probe("weights", scores)
-        mix = self.experts.start(
-            layer, np.asarray(x), ids, scores
-        )  # they may be read from disk while we go on
+        # they may be read from disk while we go on
+        mix = self.experts.start(layer, np.asarray(x), ids, scores)
         clock.enter("mlp")
         shared = self._mlp(x, w, prefixed(probe, "shared."), "shared_experts.")
         latent = probe("latent", parts.product(x, w["routed_expert_down_proj"]))
