@@ -137,7 +137,10 @@ typedef struct {
 } k3_experts;
 
 /* The jobs of a sequence (sequence.c). Their records consist of members of eight bytes. */
-enum k3_kind { K3_DO_PRODUCTS, K3_DO_EXPERTS, K3_DO_KDA, K3_DO_ATTENTION, K3_DO_DEPTH_MIX, K3_DO_NORM, K3_DO_SUM, K3_DO_GATE, K3_DO_ROUTE, K3_DO_COPY, K3_KINDS };
+enum k3_kind {
+    K3_DO_PRODUCTS, K3_DO_EXPERTS, K3_DO_KDA, K3_DO_ATTENTION, K3_DO_DEPTH_MIX, K3_DO_NORM, K3_DO_SUM, K3_DO_GATE,
+    K3_DO_ROUTE, K3_DO_COPY, K3_KINDS
+};
 
 /* What one instruction set provides. */
 typedef struct {

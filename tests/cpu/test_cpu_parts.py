@@ -170,6 +170,19 @@ def test_rows_of_the_latent_cache(kernels, rng, tokens, rank):
     assert len(old.rows()) == 5
 
 
+@pytest.mark.parametrize("ext", [16, 8])  # with 8 the attention is numpy's
+def test_attention_sees_rows_that_are_not_yet_there(kernels, rng, ext):
+    heads, nope, rank = 2, 8, 32
+    shapes = (1, rank + ext), (rank,), (1, heads, nope + ext), (heads * 16, rank)
+    kv, weight, q, maps = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    found = []
+    for parts in (CpuParts(kernels), Parts()):
+        old = LatentCache.empty(rank + ext, np.dtype(np.float32)).append(np.ones_like(kv))
+        cache = old.append(parts.latent_rows(kv, weight, 1e-5), parts.fill)
+        found.append(np.asarray(parts.attend(q, cache.rows(), maps, nope, rank, 0.1)))
+    assert np.abs(found[0] - found[1]).max() <= 3e-6 * np.abs(found[1]).max()
+
+
 @pytest.mark.parametrize("experts", [8, 896, 1025])
 def test_routing_is_the_references(kernels, rng, experts):
     logits = rng.standard_normal((3, experts)).astype(np.float32)
