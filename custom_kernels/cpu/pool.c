@@ -12,7 +12,6 @@
 #endif
 
 enum { SPINS = 1000 };        /* some 10 us: bridges the gap between two phases of one call */
-enum { RUN = 16, SHARES = 2 }; /* a run is at most RUN items, and of what is left one of SHARES parts a thread at most */
 
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER; /* held by the caller that uses the pool */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards everything below that is not atomic */
@@ -55,9 +54,12 @@ static unsigned float_mode_set(void) { return 0; }
 static void float_mode_restore(unsigned before) { (void)before; }
 #endif
 
+/* Items that a thread takes at a time. Few threads gain by long runs, since what is fetched ahead at the end of one is lost;
+ * with many a run delays those who wait for its items. Towards the end runs are a share of what is left. */
 static int64_t run_length(int64_t left) {
-    int64_t share = left / ((int64_t)SHARES * (started + 1));
-    return share < 1 ? 1 : share > RUN ? RUN : share;
+    const int64_t threads = started + 1, longest = threads <= 2 ? 16 : threads <= 4 ? 8 : 4;
+    const int64_t share = left / (threads * (threads <= 4 ? 2 : 4));
+    return share < 1 ? 1 : share > longest ? longest : share;
 }
 
 static void work_through(k3_work work, void *context, int64_t items, int thread) {
