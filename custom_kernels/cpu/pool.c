@@ -54,8 +54,8 @@ static unsigned float_mode_set(void) { return 0; }
 static void float_mode_restore(unsigned before) { (void)before; }
 #endif
 
-/* Items that a thread takes at a time. Few threads gain by long runs, since what is fetched ahead at the end of one is lost;
- * with many a run delays those who wait for its items. Towards the end runs are a share of what is left. */
+/* Items that a thread takes at a time. Few threads gain by long runs, as what is fetched ahead at the end of one is
+ * lost; with many a run delays those who wait for its items. Towards the end runs are a share of what is left. */
 static int64_t run_length(int64_t left) {
     const int64_t threads = started + 1, longest = threads <= 2 ? 16 : threads <= 4 ? 8 : 4;
     const int64_t share = left / (threads * (threads <= 4 ? 2 : 4));
