@@ -14,6 +14,7 @@ import numpy as np
 
 import k3mlx
 from k3mlx.engine import Cancelled
+from k3mlx.errors import K3Error
 from k3mlx.experts import store
 from k3mlx.experts.store import ExpertStore
 from tests.model.conversations import PROMPTS, greedy_answers
@@ -94,4 +95,7 @@ def main(out, folder, options, action, *arguments):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except K3Error as error:
+        sys.exit(f"k3mlx: error: {error}")  # a traceback would be cut by the end of the process

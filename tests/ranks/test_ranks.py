@@ -109,7 +109,7 @@ def ends(ranks, *expected):
     said = "\n".join(errors for _, errors in done)
     for words in expected:
         assert words in said, said
-    assert "Traceback" not in said.replace('Traceback (most recent call last):\n  File "<frozen runpy>', "")
+    assert "Traceback" not in said, said
 
 
 @pytest.mark.parametrize(("victim", "step"), [(0, 3), (1, 1), (1, 7)])
