@@ -12,47 +12,20 @@ typedef struct {
     const void *job;
 } part_job;
 
-static void kda_item(void *context, int64_t head, int thread) {
-    const part_job *item = context;
-    (void)thread;
-    item->isa->kda_head(item->job, head);
-}
-
-static void query_item(void *context, int64_t head, int thread) {
-    const part_job *item = context;
-    (void)thread;
-    item->isa->attention_query(item->job, head);
-}
-
-static void chunk_item(void *context, int64_t chunk, int thread) {
-    const part_job *item = context;
-    (void)thread;
-    item->isa->attention_chunk(item->job, chunk);
-}
-
-static void result_item(void *context, int64_t head, int thread) {
-    const part_job *item = context;
-    (void)thread;
-    item->isa->attention_result(item->job, head);
-}
-
-static void mix_item(void *context, int64_t token, int thread) {
-    const part_job *item = context;
-    (void)thread;
-    item->isa->depth_mix(item->job, token);
-}
-
-static void norm_item(void *context, int64_t token, int thread) {
-    const part_job *item = context;
-    (void)thread;
-    item->isa->norm(item->job, token);
-}
-
-static void route_item(void *context, int64_t token, int thread) {
-    const part_job *item = context;
-    (void)thread;
-    item->isa->route(item->job, token);
-}
+/* The function of the instruction set, for an item of its job: a head, a token, a chunk. */
+#define ITEM(function)                                                     \
+    static void function##_item(void *context, int64_t item, int thread) { \
+        const part_job *part = context;                                    \
+        (void)thread;                                                      \
+        part->isa->function(part->job, item);                              \
+    }
+ITEM(kda_head)
+ITEM(attention_query)
+ITEM(attention_chunk)
+ITEM(attention_result)
+ITEM(depth_mix)
+ITEM(norm)
+ITEM(route)
 
 static int for_each(const k3_isa *isa, int threads, k3_work work, const void *job, int64_t count) {
     part_job items = {isa, job};
@@ -78,9 +51,9 @@ static int attend(const k3_isa *isa, int threads, const k3_attention *job) {
         t.mixed = t.q + queries;
         t.largest = t.mixed + mixed;
         t.total = t.largest + numbers;
-        for_each(isa, threads, query_item, &t, heads);
-        for_each(isa, threads, chunk_item, &t, t.chunks);
-        for_each(isa, threads, result_item, &t, heads);
+        for_each(isa, threads, attention_query_item, &t, heads);
+        for_each(isa, threads, attention_chunk_item, &t, t.chunks);
+        for_each(isa, threads, attention_result_item, &t, heads);
     }
     free(room);
     return 0;
@@ -123,9 +96,9 @@ static int run(const k3_isa *isa, int threads, int64_t kind, const void *job) {
     switch (kind) {
         case K3_DO_PRODUCTS: return products(isa, threads, job);
         case K3_DO_EXPERTS: return experts(isa, threads, job);
-        case K3_DO_KDA: return for_each(isa, threads, kda_item, job, ((const k3_kda *)job)->heads);
+        case K3_DO_KDA: return for_each(isa, threads, kda_head_item, job, ((const k3_kda *)job)->heads);
         case K3_DO_ATTENTION: return attend(isa, threads, job);
-        case K3_DO_DEPTH_MIX: return for_each(isa, threads, mix_item, job, ((const k3_depth_mix *)job)->tokens);
+        case K3_DO_DEPTH_MIX: return for_each(isa, threads, depth_mix_item, job, ((const k3_depth_mix *)job)->tokens);
         case K3_DO_NORM: return for_each(isa, threads, norm_item, job, ((const k3_norm *)job)->tokens);
         case K3_DO_SUM: return sum(job);
         case K3_DO_GATE: return gate(isa, job);
